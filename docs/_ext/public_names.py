@@ -1,0 +1,65 @@
+"""Resolve the name of where an object lives to the name under which it is public.
+
+`hp_mesh.mesh.DeviceMesh` is what an annotation says after Python has resolved it, and
+`hp_mesh.DeviceMesh` is what users import and what the pages document. When Sphinx finds no
+entry for the former, this looks whether the package exports the same object, and links to
+that entry. The objects are compared: an equal name alone resolves nothing.
+
+Setting `__module__` on every export would do too, and would make tracebacks and pickles lie.
+"""
+
+import importlib
+from types import ModuleType
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+PACKAGES = ("hp_dtensor", "hp_loss", "hp_mesh", "hp_npu", "hp_tp")
+_ABSENT = object()
+
+
+def _find(module: ModuleType, path: list[str]) -> object:
+    """The object at a dotted path in a module, or `_ABSENT`."""
+    found: object = module
+    for part in path:
+        found = getattr(found, part, _ABSENT)
+    return found
+
+
+def public_name(target: str) -> str | None:
+    """The public name of what lives at *target*, or None if no package exports it."""
+    parts = target.split(".")
+    if parts[0] not in PACKAGES or len(parts) < 3:
+        return None
+    package = importlib.import_module(parts[0])
+    for split in range(len(parts) - 1, 1, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:split]))
+        except ImportError:
+            continue
+        path = parts[split:]
+        found = _find(module, path)
+        if found is not _ABSENT and path and _find(package, path) is found:
+            return ".".join([parts[0], *path])
+    return None
+
+
+def _resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
+) -> nodes.reference | None:
+    target = node.get("reftarget", "")
+    name = public_name(target) if node.get("refdomain") == "py" else None
+    if name is None:
+        return None
+    domain = env.get_domain("py")
+    document = node.get("refdoc", "")
+    found = domain.resolve_any_xref(env, document, app.builder, name, node, content)
+    return found[0][1] if found else None
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Ask here before a reference counts as missing."""
+    app.connect("missing-reference", _resolve)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

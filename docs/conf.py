@@ -1,0 +1,58 @@
+"""Settings of the documentation's build."""
+
+import sys
+import warnings
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
+
+from offline_inventory import pack  # noqa: E402  (found through the line above)
+
+# torch says this at import when numpy is absent; the build turns warnings into errors.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+project = "Hyper-Parallel"
+author = "The Hyper-Parallel maintainers"
+copyright = "The Hyper-Parallel maintainers, Apache-2.0"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "public_names",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "Hyper-Parallel"
+nitpicky = True
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_heading_anchors = 3
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+autodoc_class_signature = "mixed"
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+ADDRESSES = {
+    "python": "https://docs.python.org/3/",
+    "torch": "https://docs.pytorch.org/docs/stable/",
+}
+intersphinx_mapping = {
+    name: (
+        address,
+        str(pack(HERE / "_inventories" / f"{name}.txt", HERE / "_build" / f"{name}.inv")),
+    )
+    for name, address in ADDRESSES.items()
+}
