@@ -1,0 +1,190 @@
+"""What we use of torch that torch calls private, and nothing else.
+
+The rule: one function per use, one line that says why, one seam test per function
+(`tests/test_seams.py`) that runs on the oldest and the newest torch we support. When torch changes,
+this file changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh as torch_device_mesh
+from torch.distributed import distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from torch.distributed._mesh_layout import _MeshLayout as TorchLayout
+
+    from .axes import Axis
+
+    Options = c10d.Backend.Options
+else:
+    TorchLayout = object
+    Options = object
+
+TorchMesh = torch_device_mesh.DeviceMesh
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """Return the default group, or None before initialisation.
+
+    `dist.group.WORLD` says the same but goes through a metaclass; this is asked on every group use.
+    """
+    return c10d._world.default_pg
+
+
+def default_backend() -> str:
+    """Return the backend string of the world, for example ``"cpu:gloo,cuda:nccl"``.
+
+    `dist.get_backend` drops the device map of a world that was given one.
+    """
+    name, _ = c10d._world.pg_map[c10d._get_default_group()]
+    return str(name)
+
+
+def backend_devices(backend: str) -> dict[str, str]:
+    """Return which backend serves which device type; torch has no public reader of the string."""
+    return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+
+
+def default_store() -> dist.Store:
+    """Return the store of the world: the one channel that works before a group does."""
+    return cast("dist.Store", c10d._get_default_store())
+
+
+def default_timeout(backend: str) -> timedelta:
+    """Return the timeout torch would give a new group; `new_group` resolves it the same way."""
+    return cast("timedelta", c10d._get_default_timeout(c10d.Backend(backend)))
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout a group was made with; torch stores it in its options, or nowhere."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def create_group(
+    ranks: Sequence[int],
+    rank: int,
+    *,
+    name: str,
+    label: str,
+    backend: str,
+    options: Options | None,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """Make the group of *ranks* in that order, by its members alone, under a name that we choose.
+
+    `dist.new_group` must be called by the whole world, or (with local synchronisation) salts its name
+    with a per-process counter; made by members alone it would give members different names, and would
+    shift the counter under later `new_group` calls of the user.
+    A world bound to a device would make torch split the world's communicator, which is collective over
+    the world and which HCCL lacks; so the binding is hidden while the group is made, and set on it after.
+    """
+    world = c10d._get_default_group()
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(rank),
+            list(ranks),
+            c10d.Backend(backend),
+            default_store(),
+            c10d.GroupName(name),
+            backend_options=options,
+            timeout=timeout,
+            group_desc=label,
+        )
+    finally:
+        world.bound_device_id = device
+    group = cast("dist.ProcessGroup", group)
+    if device is not None:
+        group.bound_device_id = device
+    c10d._world.pg_group_ranks[group] = {r: i for i, r in enumerate(ranks)}
+    return group
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """Return the name under which torch's functional collectives find *group*."""
+    return str(group.group_name)
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Say whether torch still knows *group*; there is no public question for it."""
+    return group in c10d._world.pg_map
+
+
+def is_layout_flat() -> bool:
+    """Say which of torch's two layout classes is there: one value per axis (2.13+), or nested tuples."""
+    return hasattr(_layout_class(), "from_sizes_strides")
+
+
+def _layout_class() -> type[TorchLayout]:
+    """Return the class behind `mesh._layout`, which torch code and torch.compile read."""
+    from torch.distributed._mesh_layout import _MeshLayout
+
+    return _MeshLayout
+
+
+def make_layout(axes: Sequence[Axis]) -> TorchLayout:
+    """Return torch's layout of *axes*, equal to what torch builds for the same mesh."""
+    layout = _layout_class()
+    if is_layout_flat():
+        from torch.distributed._mesh_layout import _FlatLayout
+
+        return layout(
+            [
+                _FlatLayout(tuple(s for s, _ in a.digits), tuple(d for _, d in a.digits))
+                for a in axes
+            ]
+        )
+    sizes = tuple(_nest([s for s, _ in a.digits], 1) for a in axes)
+    strides = tuple(_nest([d for _, d in a.digits], a.unit_stride) for a in axes)
+    return layout(sizes, strides)
+
+
+def _nest(values: list[int], unit: int) -> int | tuple[int, ...]:
+    if not values:
+        return unit
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def layout_digits(layout: TorchLayout) -> list[list[tuple[int, int]]]:
+    """Return the ``(size, stride)`` digits of each axis of a torch mesh's layout."""
+    return [list(layout[i].sizes_and_strides) for i in range(len(layout))]
+
+
+def push_current(mesh: TorchMesh) -> None:
+    """Make *mesh* current for torch's own functions that take none."""
+    torch_device_mesh._mesh_resources.mesh_stack.append(mesh)
+
+
+def pop_current(mesh: TorchMesh) -> None:
+    """Undo `push_current`; by identity, since async tasks may leave in another order."""
+    stack = torch_device_mesh._mesh_resources.mesh_stack
+    for i in range(len(stack) - 1, -1, -1):
+        if stack[i] is mesh:
+            del stack[i]
+            return
+
+
+def is_compiling() -> bool:
+    """Say whether torch.compile is tracing; a method of our mesh is then inlined into the graph."""
+    return torch.compiler.is_compiling()
+
+
+# --- testing ----------------------------------------------------------------------------------
+
+
+def process_group_names() -> tuple[str, ...]:
+    """Return the names of all live groups: the pool of ranks must see what a test left behind."""
+    return tuple(c10d._world.pg_names.values())

@@ -1,0 +1,66 @@
+"""Send functions by value, so that a test module need not be importable on a rank.
+
+Rule: a module that a fresh interpreter would find on ``sys.path`` in the same file goes by
+reference, everything else (test modules, conftests, scripts) by value. Sending only the function's
+own module by value was not taken: helpers in a neighbouring file would not arrive.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from contextlib import ExitStack
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import cloudpickle  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["dumps"]
+
+_INSTALLED = tuple(
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_judged: dict[str, tuple[str, bool]] = {}
+
+
+def dumps(value: object) -> bytes:
+    """Pickle *value*; functions and classes of modules that a rank cannot import go by value."""
+    with ExitStack() as stack:
+        for module in [m for m in list(sys.modules.values()) if _by_value(m)]:
+            if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        data: bytes = cloudpickle.dumps(value)
+        return data
+
+
+def _by_value(module: ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    name = getattr(module, "__name__", None)
+    if not isinstance(file, str) or not isinstance(name, str) or file.startswith(_INSTALLED):
+        return False
+    if name == "__main__" or sys.modules.get(name) is not module:
+        return False
+    known = _judged.get(name)
+    if known is None or known[0] != file:
+        known = _judged[name] = (file, not _importable(name, file))
+    return known[1]
+
+
+def _importable(name: str, file: str) -> bool:
+    """Whether a fresh interpreter with this ``sys.path`` finds *name* in *file*."""
+    where: list[str] | None = None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:end]), where)
+        if spec is None:
+            return False
+        found = spec.submodule_search_locations
+        if end < len(parts) and found is None:
+            return False
+        where = None if found is None else list(found)
+    return spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
