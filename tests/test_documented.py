@@ -36,7 +36,17 @@ def test_every_public_name_is_documented() -> None:
     """The site has an entry for each name in the `__all__` of each package."""
     pytest.importorskip("sphinx")
     site = ROOT / "docs" / "_build" / "html"
-    build = [sys.executable, "-m", "sphinx", "-q", "-n", "-b", "html", ROOT / "docs", site]
+    build = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-n",
+        "-b",
+        "html",
+        str(ROOT / "docs"),
+        str(site),
+    ]
     built = subprocess.run(build, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     documented = entries(site / "objects.inv")
