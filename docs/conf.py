@@ -30,6 +30,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Hyper-Parallel"
 nitpicky = True
+# Type variables have no page of their own.
+nitpick_ignore_regex = [("py:class", r"_?[A-Z]")]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3

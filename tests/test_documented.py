@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ["hp_dtensor", "hp_loss", "hp_mesh", "hp_npu", "hp_tp"]
+MODULES = ["hp_dtensor", "hp_loss", "hp_mesh", "hp_mesh.testing", "hp_npu", "hp_tp"]
 
 
 def entries(inventory: Path) -> set[str]:

@@ -44,6 +44,7 @@ def test_a_line_of_another_form_is_refused(tmp_path: Path, line: str) -> None:
     [
         ("hp_mesh.mesh.DeviceMesh", "hp_mesh.DeviceMesh"),
         ("hp_mesh.mesh.DeviceMesh.size", "hp_mesh.DeviceMesh.size"),
+        ("hp_mesh.testing._spmd.spmd", "hp_mesh.testing.spmd"),
         ("hp_mesh.mesh.NoSuchName", None),
         ("hp_mesh.DeviceMesh", None),
         ("torch.distributed.device_mesh.DeviceMesh", None),

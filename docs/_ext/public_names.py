@@ -9,7 +9,6 @@ Setting `__module__` on every export would do too, and would make tracebacks and
 """
 
 import importlib
-from types import ModuleType
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
@@ -20,9 +19,12 @@ PACKAGES = ("hp_dtensor", "hp_loss", "hp_mesh", "hp_npu", "hp_tp")
 _ABSENT = object()
 
 
-def _find(module: ModuleType, path: list[str]) -> object:
+def _find(module: str, path: list[str]) -> object:
     """The object at a dotted path in a module, or `_ABSENT`."""
-    found: object = module
+    try:
+        found: object = importlib.import_module(module)
+    except ImportError:
+        return _ABSENT
     for part in path:
         found = getattr(found, part, _ABSENT)
     return found
@@ -31,18 +33,17 @@ def _find(module: ModuleType, path: list[str]) -> object:
 def public_name(target: str) -> str | None:
     """The public name of what lives at *target*, or None if no package exports it."""
     parts = target.split(".")
-    if parts[0] not in PACKAGES or len(parts) < 3:
+    if parts[0] not in PACKAGES:
         return None
-    package = importlib.import_module(parts[0])
     for split in range(len(parts) - 1, 1, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:split]))
-        except ImportError:
-            continue
         path = parts[split:]
-        found = _find(module, path)
-        if found is not _ABSENT and path and _find(package, path) is found:
-            return ".".join([parts[0], *path])
+        living = _find(".".join(parts[:split]), path)
+        if living is _ABSENT:
+            continue
+        for depth in range(1, split):
+            package = ".".join(parts[:depth])
+            if _find(package, path) is living:
+                return ".".join([package, *path])
     return None
 
 
