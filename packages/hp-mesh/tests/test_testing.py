@@ -14,7 +14,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-
 from hp_mesh.testing import RankDiedError, RankError, RankTimeoutError, run_spmd, spmd
 
 _MODULE_STATE = {"offset": 10}
@@ -127,14 +126,14 @@ def test_an_error_frees_ranks_that_wait_for_it() -> None:
 def test_an_exception_that_does_not_pickle_is_told_as_text() -> None:
     """Only the type is lost."""
 
-    class NeedsTwo(Exception):
+    class NeedsTwoError(Exception):
         def __init__(self, a: int, b: int) -> None:
             super().__init__(f"sum is {a + b}")
 
     def body() -> None:
-        raise NeedsTwo(1, 2)
+        raise NeedsTwoError(1, 2)
 
-    with pytest.raises(RankError, match="NeedsTwo: sum is 3"):
+    with pytest.raises(RankError, match="NeedsTwoError: sum is 3"):
         run_spmd(body, world_size=1)
 
 
@@ -173,7 +172,7 @@ def test_a_hung_rank_fails_within_the_timeout_with_its_stack() -> None:
             time.sleep(1000)
 
     start = time.monotonic()
-    with pytest.raises(RankTimeoutError, match="rank 1 of 2 did not finish in 0.5 s") as caught:
+    with pytest.raises(RankTimeoutError, match=r"rank 1 of 2 did not finish in 0\.5 s") as caught:
         run_spmd(sleeping_body, world_size=2, timeout=0.5)
     assert time.monotonic() - start < 15
     assert "in sleeping_body" in str(caught.value)
@@ -216,13 +215,14 @@ def test_process_groups_of_a_job_are_gone_in_the_next() -> None:
 
     def use_new_group() -> tuple[int, str]:
         group = dist.new_group([0, 1])
+        assert isinstance(group, dist.ProcessGroup)
         x = torch.ones(1)
         dist.all_reduce(x, group=group)
         dist.destroy_process_group()
         return int(x), group.group_name
 
     def first_draws() -> tuple[float, float, int]:
-        draws = (torch.rand(()).item(), random.random(), dist.get_world_size())  # noqa: S311
+        draws = (torch.rand(()).item(), random.random(), dist.get_world_size())
         torch.set_num_threads(2)
         return draws
 
@@ -338,7 +338,7 @@ def test_a_script_works_and_takes_its_ranks_along(how: str, tmp_path: os.PathLik
     script = os.path.join(tmp_path, "script.py")  # noqa: PTH118
     with open(script, "w", encoding="utf-8") as file:  # noqa: PTH123
         file.write(_SCRIPT)
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-W", "error", "-W", "ignore:Failed to init", script, how],
         capture_output=True,
         text=True,

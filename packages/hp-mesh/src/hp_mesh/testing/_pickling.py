@@ -54,13 +54,11 @@ def _by_value(module: ModuleType | None) -> bool:
 def _importable(name: str, file: str) -> bool:
     """Whether a fresh interpreter with this ``sys.path`` finds *name* in *file*."""
     where: list[str] | None = None
+    origin: str | None = None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), where)
-        if spec is None:
+        if spec is None or (end < len(parts) and spec.submodule_search_locations is None):
             return False
-        found = spec.submodule_search_locations
-        if end < len(parts) and found is None:
-            return False
-        where = None if found is None else list(found)
-    return spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
+        where, origin = list(spec.submodule_search_locations or ()), spec.origin
+    return origin is not None and Path(origin).resolve() == Path(file).resolve()

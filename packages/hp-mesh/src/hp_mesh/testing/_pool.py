@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from hp_mesh.testing._worker import DUMP_SIGNAL, Filter, Job, Reply, serve
 from hp_mesh.testing.errors import RankDiedError, RankError, RankTimeoutError, RankTraceback
@@ -257,12 +256,9 @@ def _fork_is_safe() -> bool:
 
     A timer (pytest-timeout has one per test) sleeps and holds no lock that a child could need.
     """
+    accelerator_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     threads = [t for t in threading.enumerate() if not isinstance(t, threading.Timer)]
-    return (
-        len(threads) == 1
-        and not torch.cuda.is_initialized()
-        and not (dist.is_available() and dist.is_initialized())
-    )
+    return len(threads) == 1 and not torch.cuda.is_initialized() and _torch.world_group() is None
 
 
 def _current_filters() -> tuple[Filter, ...]:

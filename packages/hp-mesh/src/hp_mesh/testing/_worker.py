@@ -11,6 +11,7 @@ import faulthandler
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -21,10 +22,12 @@ import unittest
 import warnings
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 
 from hp_mesh import _torch
 from hp_mesh.testing._pickling import dumps
@@ -34,12 +37,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
+    from torch.distributed import Store
+
 __all__ = ["DUMP_SIGNAL", "Caught", "Filter", "Job", "Reply", "serve"]
 
 DUMP_SIGNAL = signal.SIGUSR1
 """The signal on which a rank writes the stack of each of its threads to its log."""
 
-Filter = tuple[str, str, type[Warning], str, int]
+Filter = tuple[str, str, type[Warning] | tuple[type[Warning], ...], str, int]
 """A warning filter as `warnings.filterwarnings` takes it."""
 
 Caught = tuple[Warning, type[Warning], str, int]
@@ -81,7 +86,7 @@ class Reply:
 def serve(rank: int, world_size: int, channel: Connection, log: str) -> None:
     """Run jobs from *channel* until it closes; output goes to the file *log*."""
     _redirect_output(log)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(Path(log).parent,), daemon=True).start()
     torch.set_num_threads(1)
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -115,25 +120,23 @@ def _redirect_output(log: str) -> None:
     os.close(descriptor)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
     faulthandler.enable(file=2)
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: Path) -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _open_store(rank: int, world_size: int, channel: Connection) -> dist.Store:
+def _open_store(rank: int, world_size: int, channel: Connection) -> Store:
     """Rank 0 hosts the store on a free port and tells the parent, who tells the others."""
     port = 0 if rank == 0 else channel.recv()
-    store = dist.TCPStore(
-        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False
-    )
+    store = TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False)
     if rank == 0:
         channel.send(store.port)
     os.environ.update(
@@ -147,9 +150,9 @@ def _open_store(rank: int, world_size: int, channel: Connection) -> dist.Store:
     return store
 
 
-def _init_group(rank: int, world_size: int, store: dist.Store, number: int) -> None:
+def _init_group(rank: int, world_size: int, store: Store, number: int) -> None:
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"job{number}", store), rank=rank, world_size=world_size
+        "gloo", store=PrefixStore(f"job{number}", store), rank=rank, world_size=world_size
     )
 
 
@@ -221,4 +224,6 @@ def _pickle_warnings(caught: Sequence[warnings.WarningMessage]) -> bytes:
     try:
         return dumps(given)
     except Exception:  # noqa: BLE001 - a warning that cannot travel is told as text
-        return dumps([(UserWarning(str(m)), UserWarning, file, line) for m, _, file, line in given])
+        return dumps(
+            [(UserWarning(str(m)), UserWarning, file, line) for m, _, file, line in given]
+        )
