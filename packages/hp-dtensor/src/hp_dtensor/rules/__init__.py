@@ -1,7 +1,11 @@
 """The rule table: how each operator may run on the pieces of one mesh axis.
 
 - `_registry`  what a rule is told and answers; the table
+- `_labels`    sharding by names of dims, the language of most rules
+- one module per family of operators, which fills the table when it is imported
 """
+
+from importlib import import_module
 
 from hp_dtensor.rules._registry import (
     Box,
@@ -30,3 +34,8 @@ __all__ = [
     "register_rule",
     "registered_ops",
 ]
+
+FAMILIES = ("matmul", "pointwise", "reduction", "view")
+
+for _family in FAMILIES:
+    import_module(f"{__name__}.{_family}")

@@ -17,15 +17,16 @@ since there are too many to list blindly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from hp_dtensor.placements import Partial, Placement, Replicate
+
 if TYPE_CHECKING:
     from torch._ops import OpOverload, OpOverloadPacket
-    from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "Box",
@@ -186,8 +187,11 @@ Localizer = Callable[[LocalCall], "Callable[..., object]"]
 """Gives what to run instead of the operator: it takes the operator's arguments, with local
 tensors in place of tensors, and returns the operator's results."""
 
-Linear = Iterable[Iterable[int]] | Callable[[OpCall], Iterable[Iterable[int]]]
-"""Sets of tensor positions in which the operator is jointly linear, as data or by call."""
+LinearFinder = Callable[[OpCall], Iterable[Iterable[int]]]
+"""Gives, for a call, the sets of tensor positions in which the operator is jointly linear."""
+
+Linear = Iterable[Iterable[int]] | LinearFinder
+"""Linearity as data, or by call where it depends on the other arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,7 @@ class OpRule:
     """The strategies, without what `linear` adds."""
     local: Localizer | None = None
     """What to run locally, if not the operator itself."""
-    linear: Callable[[OpCall], Iterable[Iterable[int]]] | None = None
+    linear: LinearFinder | None = None
     """Sets of tensor positions in which the operator is jointly linear."""
     zipped: bool = False
     """True for an operator that does the same to each position of its tensor lists.
@@ -266,9 +270,7 @@ def _check_arity(call: OpCall, strategy: Strategy) -> None:
 
 
 def _linear_strategies(call: OpCall, groups: Iterable[Iterable[int]]) -> Iterator[Strategy]:
-    from torch.distributed.tensor.placement_types import Partial, Replicate  # noqa: PLC0415
-
-    outputs = [meta for meta in call.outputs if meta is not None]
+    outputs = [meta for meta in call.outputs if meta is not None] or call.tensors[:1]
     kinds = ["sum"] if any(not _is_inexact(meta.dtype) for meta in outputs) else ["sum", "avg"]
     for group in groups:
         members = frozenset(group)
@@ -292,9 +294,9 @@ _by_tag: list[tuple[torch.Tag, OpRule]] = []
 
 
 def _overloads(ops: object) -> Iterator[OpOverload]:
-    if isinstance(ops, torch._ops.OpOverload):
+    if isinstance(ops, type(torch.ops.aten.add.Tensor)):
         yield ops
-    elif isinstance(ops, torch._ops.OpOverloadPacket):
+    elif isinstance(ops, type(torch.ops.aten.add)):
         for name in ops.overloads():
             yield getattr(ops, name)
     elif isinstance(ops, Iterable):

@@ -1,0 +1,128 @@
+"""Products of matrices: cut the rows, the columns or what is summed over.
+
+The idea: a product is written as labels (``ik,kj->ij``); a label that only the factors carry is
+summed over, and cutting it leaves the product a Partial.
+
+The rule: a product is linear in each factor, so one Partial factor beside a whole one is kept; two
+are not. What is added to a product (the bias of ``addmm``) is an addend: where the product is a
+Partial, the bias becomes one too, at no cost, and counts once.
+
+The design not taken: reducing a Partial factor first. In ``(P @ W)`` the product is often smaller
+than P, and its sum may be fused with what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from hp_dtensor.rules._labels import Dims, broadcast_dims, label_strategies
+from hp_dtensor.rules._registry import (
+    LinearFinder,
+    OpCall,
+    Rule,
+    Strategy,
+    TensorMeta,
+    aten_ops,
+    register_rule,
+)
+from hp_dtensor.rules.pointwise import linear_in
+
+__all__ = ["product"]
+
+
+def product(equation: str, addend: str | None = None) -> Rule:
+    """Return the rule of the product *equation* (``"ik,kj->ij"``) of the last two tensors.
+
+    Args:
+        equation: The labels of both factors and of the result.
+        addend: Labels of the tensor that comes before the factors and is added to the product,
+            broadcast to it.
+    """
+    factors, _, result = equation.partition("->")
+    left, _, right = factors.partition(",")
+
+    def rule(call: OpCall) -> Iterator[Strategy]:
+        inputs: list[Dims] = [left, right]
+        if addend is not None:
+            inputs.insert(0, addend[len(addend) - len(call.tensors[0].shape) :])
+        inputs += [result] * (len(call.tensors) - len(inputs))  # out=
+        yield from label_strategies(
+            call,
+            inputs,
+            [result],
+            labels=dict.fromkeys(result + left),
+            addends=() if addend is None else (0,),
+        )
+
+    return rule
+
+
+def _groups(*groups: Sequence[int]) -> LinearFinder:
+    def find(call: OpCall) -> Iterable[Iterable[int]]:
+        return linear_in(call, groups)
+
+    return find
+
+
+FACTORS = _groups([0], [1])
+WITH_ADDEND = _groups([0, 1], [0, 2])
+
+register_rule(aten_ops("mm", "_int_mm"), product("ik,kj->ij"), linear=FACTORS)
+register_rule(aten_ops("bmm"), product("bik,bkj->bij"), linear=FACTORS)
+register_rule(aten_ops("mv"), product("ik,k->i"), linear=FACTORS)
+register_rule(aten_ops("dot", "vdot"), product("k,k->"), linear=FACTORS)
+register_rule(aten_ops("outer", "ger"), product("i,j->ij"), linear=FACTORS)
+register_rule(aten_ops("addmm", "addmm_"), product("ik,kj->ij", "ij"), linear=WITH_ADDEND)
+register_rule(aten_ops("baddbmm", "baddbmm_"), product("bik,bkj->bij", "bij"), linear=WITH_ADDEND)
+register_rule(aten_ops("addbmm", "addbmm_"), product("bik,bkj->ij", "ij"), linear=WITH_ADDEND)
+register_rule(aten_ops("addmv", "addmv_"), product("ik,k->i", "i"), linear=WITH_ADDEND)
+register_rule(aten_ops("addr", "addr_"), product("i,j->ij", "ij"), linear=WITH_ADDEND)
+
+
+# --- linear and matmul, where they arrive undecomposed ----------------------------------------
+
+
+def _linear(call: OpCall) -> Iterator[Strategy]:
+    """``x @ w.T + b`` with any number of leading dims in x."""
+    source, weight = call.tensors[0], call.tensors[1]
+    lead = [("lead", dim) for dim in range(len(source.shape) - 1)]
+    rows: list[str] = ["o"] if len(weight.shape) == 2 else []
+    inputs: list[Dims] = [[*lead, "k"], [*rows, "k"], rows]
+    yield from label_strategies(
+        call,
+        inputs[: len(call.tensors)],
+        [[*lead, *rows]],
+        addends=(2,),
+    )
+
+
+def _linear_groups(call: OpCall) -> Iterable[Iterable[int]]:
+    bias = [2] if len(call.tensors) > 2 else []
+    return linear_in(call, [[0, *bias], [1, *bias]])
+
+
+def _matmul(call: OpCall) -> Iterator[Strategy]:
+    left, right = call.tensors[0], call.tensors[1]
+    yield from label_strategies(
+        call,
+        [_factor(left, "i", "k"), _factor(right, "j", "k", transposed=True)],
+        [_product_dims(left, right)],
+    )
+
+
+def _factor(meta: TensorMeta, own: str, summed: str, *, transposed: bool = False) -> Dims:
+    if len(meta.shape) == 1:
+        return [summed]
+    tail = [summed, own] if transposed else [own, summed]
+    return [*broadcast_dims(meta)[:-2], *tail]
+
+
+def _product_dims(left: TensorMeta, right: TensorMeta) -> Dims:
+    batch = max(broadcast_dims(left)[:-2], broadcast_dims(right)[:-2], key=len)
+    rows = ["i"] if len(left.shape) > 1 else []
+    columns = ["j"] if len(right.shape) > 1 else []
+    return [*batch, *rows, *columns]
+
+
+register_rule(aten_ops("linear"), _linear, linear=_linear_groups)
+register_rule(aten_ops("matmul"), _matmul, linear=FACTORS)
