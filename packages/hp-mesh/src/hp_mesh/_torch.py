@@ -7,12 +7,16 @@ this file changes.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10dBackend
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
     from .axes import Axis
 
-    Options = c10d.Backend.Options
+    Options = C10dBackend.Options
 else:
     TorchLayout = object
     Options = object
@@ -49,6 +53,11 @@ def default_backend() -> str:
 def backend_devices(backend: str) -> dict[str, str]:
     """Return which backend serves which device type; torch has no public reader of the string."""
     return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+
+
+def is_options(value: object) -> TypeGuard[Options]:
+    """Say whether *value* is backend options; the class is public only on its backends."""
+    return isinstance(value, C10dBackend.Options)
 
 
 def default_store() -> dist.Store:
@@ -118,6 +127,11 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
+def process_group_names() -> tuple[str, ...]:
+    """Return the names of all groups that torch has; a test pool asks, to see what a test left over."""
+    return tuple(str(name) for name in c10d._world.pg_names.values())
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Say whether torch still knows *group*; there is no public question for it."""
     return group in c10d._world.pg_map
@@ -163,6 +177,78 @@ def layout_digits(layout: TorchLayout) -> list[list[tuple[int, int]]]:
     return [list(layout[i].sizes_and_strides) for i in range(len(layout))]
 
 
+def host_ranks(ranks: Sequence[int]) -> torch.Tensor:
+    """Return *ranks* as an int32 tensor on the host, whatever modes are active.
+
+    Under a fake-tensor or tracing mode a factory would give a fake tensor, which must not be kept; the
+    guard that turns modes off has no public name that is free to import.
+    """
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
+        if isinstance(ranks, range):
+            return torch.arange(ranks.start, ranks.stop, dtype=torch.int32, device="cpu")
+        return torch.tensor(ranks, dtype=torch.int32, device="cpu")
+
+
+def strided_view(
+    ranks: torch.Tensor, digits: Sequence[tuple[int, int]], start: int, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return the ranks at *digits* from *start* as a tensor of *shape*; modes off, as above."""
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
+        sizes, strides = [s for s, _ in digits], [d for _, d in digits]
+        return ranks.as_strided(sizes, strides, start).reshape(shape)
+
+
+def plain_mesh(mesh: TorchMesh, root: TorchMesh | None, names: list[str] | None) -> TorchMesh:
+    """Return a base torch mesh equal to *mesh*; torch's constructor takes layout and rank map privately."""
+    plain = TorchMesh(
+        mesh._device_type,
+        _layout=mesh._layout,
+        _rank_map=mesh._rank_map,
+        mesh_dim_names=mesh._mesh_dim_names,
+        _root_mesh=root,
+        _init_backend=False,
+        _rank=mesh._rank,
+    )
+    plain._preserve_rank_order = mesh._preserve_rank_order
+    if names is not None:
+        plain._dim_group_names = list(names)
+        plain._pg_registry.update(mesh._pg_registry)
+    return plain
+
+
+_twins: dict[int, tuple[weakref.ref[TorchMesh], TorchMesh]] = {}
+
+
+def get_twin(mesh: TorchMesh) -> TorchMesh | None:
+    """Return what `set_twin` kept for *mesh*; by identity, as hashing a torch mesh lists its world."""
+    found = _twins.get(id(mesh))
+    return found[1] if found is not None and found[0]() is mesh else None
+
+
+def set_twin(mesh: TorchMesh, twin: TorchMesh) -> None:
+    """Keep *twin* for as long as *mesh* lives."""
+    key = id(mesh)
+    _twins[key] = (weakref.ref(mesh, lambda _: _twins.pop(key, None)), twin)
+
+
+def select_device(device_type: str) -> None:
+    """Choose this process's device if the user has not, as torch does when it makes a mesh."""
+    if device_type == "cpu" or default_backend() == "fake":
+        return
+    module = getattr(torch, device_type, None)
+    if module is None or not hasattr(module, "set_device") or module.is_initialized():
+        return
+    count = module.device_count()
+    if count:
+        local = int(os.environ.get("LOCAL_RANK", dist.get_rank() % count))
+        module.set_device(local)
+
+
+def allow_unpickling(objects: list[object]) -> None:
+    """Let `torch.load(weights_only=True)` read a DTensor checkpoint with our meshes in it."""
+    torch.serialization.add_safe_globals(objects)
+
+
 def push_current(mesh: TorchMesh) -> None:
     """Make *mesh* current for torch's own functions that take none."""
     torch_device_mesh._mesh_resources.mesh_stack.append(mesh)
@@ -188,3 +274,32 @@ def is_compiling() -> bool:
 def process_group_names() -> tuple[str, ...]:
     """Return the names of all live groups: the pool of ranks must see what a test left behind."""
     return tuple(c10d._world.pg_names.values())
+
+
+# --- collectives ------------------------------------------------------------------------------
+# The functional collectives: the only ones that torch.compile and FakeTensor trace. Bound once,
+# since the lookup through `torch.ops` costs as much as the rest of our call.
+
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+all_to_all = torch.ops._c10d_functional.all_to_all_single.default
+broadcast = torch.ops._c10d_functional.broadcast.default
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+def lazily_waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return *tensor* so that its first use waits for it; a graph waits at once and overlaps later.
+
+    The tensor class that does this is torch's; FSDP2, DCP and the compiler know it.
+    """
+    if functional._are_we_tracing():
+        return cast("torch.Tensor", wait_tensor(tensor))
+    return functional.AsyncCollectiveTensor(tensor)
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor behind a lazily waited one, and any other tensor as it is."""
+    if isinstance(tensor, functional.AsyncCollectiveTensor):
+        return cast("torch.Tensor", tensor.trigger_wait())
+    return tensor

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hp_mesh import _torch
 from hp_mesh.testing._worker import DUMP_SIGNAL, Filter, Job, Reply, serve
 from hp_mesh.testing.errors import RankDiedError, RankError, RankTimeoutError, RankTraceback
 
@@ -258,7 +259,7 @@ def _fork_is_safe() -> bool:
     """
     accelerator_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     threads = [t for t in threading.enumerate() if not isinstance(t, threading.Timer)]
-    return len(threads) == 1 and not torch.cuda.is_initialized() and _torch.world_group() is None
+    return len(threads) == 1 and not accelerator_in_use and _torch.world_group() is None
 
 
 def _current_filters() -> tuple[Filter, ...]:
