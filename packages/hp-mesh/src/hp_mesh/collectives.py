@@ -246,6 +246,8 @@ def _reduce_otherwise(
         return out.view(torch.bool)
     if dtype.is_floating_point and dtype not in _NATIVE:  # eight bits and less
         return reduce(tensor.to(torch.float32), op, group).to(dtype)
+    if dtype in _REDUCED_AS:
+        return reduce(tensor.to(_REDUCED_AS[dtype]), op, group).to(dtype)
     if op == "avg":
         total = reduce(tensor, "sum", group)
         if dtype.is_floating_point or dtype.is_complex:
@@ -253,10 +255,8 @@ def _reduce_otherwise(
         return torch.div(total, group.size(), rounding_mode="trunc")
     if dtype.is_complex and op == "product":
         return _multiply_complex(reduce is reduce_scatter, tensor, group)
-    if dtype.is_complex:
-        real = torch.view_as_real(tensor.resolve_conj().resolve_neg())
-        return torch.view_as_complex(reduce(real, op, group, async_op=async_op))
-    return reduce(tensor.to(_REDUCED_AS[dtype]), op, group).to(dtype)
+    real = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    return torch.view_as_complex(reduce(real, op, group, async_op=async_op))
 
 
 def _multiply_complex(scatter: bool, tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -266,7 +266,7 @@ def _multiply_complex(scatter: bool, tensor: Tensor, group: ProcessGroup) -> Ten
         return all_gather(tensor[None], group).prod(0)
     pieces = [tensor.shape[0] // size] * size
     mine = all_to_all(tensor, pieces, pieces, group)
-    return mine.unflatten(0, (size, pieces[0])).prod(0)
+    return mine.reshape(size, pieces[0], *tensor.shape[1:]).prod(0)
 
 
 def _check(op: str, dtype: torch.dtype) -> None:
