@@ -1,0 +1,144 @@
+"""See every collective: which, how many, how many bytes, from which module, forward or backward.
+
+A dispatch mode looks at each ATen operator. It steps aside for distributed tensors, so that what their dispatch sends
+shows up as the collectives it really is, whether they come from us, from torch's own distributed tensors or from FSDP2.
+Torch's mode steps aside for its own class only and is blind inside a subclass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
+
+from hp_dtensor._torch import TorchDTensor, functional_twin, group_size
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch._ops import OpOverload, OpOverloadPacket
+
+NOT_COLLECTIVE = frozenset({"wait_tensor", "monitored_barrier_", "barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that was started."""
+
+    op: OpOverloadPacket
+    """The functional operator, or the one it stands for (``c10d.allreduce_`` counts as ``all_reduce``)."""
+    payload: int
+    """Bytes of its input on this rank."""
+    wire: int
+    """Bytes that this rank sends, by the usual ring algorithms."""
+    module: str
+    """The dotted path of the innermost module that is running, ``""`` outside of one."""
+    backward: bool
+    """Whether it belongs to a backward pass."""
+
+
+def wire_bytes(name: str, payload: int, ranks: int) -> int:
+    """Bytes that one of *ranks* sends when a collective *name* takes *payload* bytes as its input.
+
+    An all-gather passes every other rank's piece on; a reduce-scatter sends all but its own share; an all-reduce is one
+    after the other.
+
+    Example:
+        >>> wire_bytes("all_reduce", 1024, 4)
+        1536
+        >>> wire_bytes("all_gather_into_tensor", 256, 4)
+        768
+    """
+    if ranks <= 1:
+        return 0
+    if "all_gather" in name or "allgather" in name:
+        return payload * (ranks - 1)
+    share = payload * (ranks - 1) // ranks
+    return 2 * share if "all_reduce" in name or "allreduce" in name else share
+
+
+def _tensors(values: Sequence[object]) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            out.append(value)
+        elif isinstance(value, (list, tuple)):
+            out.extend(_tensors(value))
+    return out
+
+
+class CommDebugMode(TorchDispatchMode):
+    """Record the collectives that start inside ``with CommDebugMode() as comm:``.
+
+    Example:
+        >>> import torch
+        >>> with CommDebugMode() as comm:
+        ...     _ = torch.ones(2) + 1
+        >>> comm.get_total_counts()
+        0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Collective] = []
+        self._modules = ModuleTracker()
+
+    def __enter__(self) -> Self:
+        self.records.clear()
+        self._modules.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._modules.__exit__(kind, error, trace)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if any(issubclass(kind, TorchDTensor) for kind in types):
+            return NotImplemented
+        twin = functional_twin(func)
+        if twin is not None and twin.__name__ not in NOT_COLLECTIVE:
+            self._record(twin, func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, twin: OpOverloadPacket, func: OpOverload, args: Sequence[object]) -> None:
+        name = func._schema.name.split("::")[1]
+        tensors = _tensors(args)
+        if func.namespace == "c10d" and ("allgather" in name or "_base" in name) and len(tensors) > 1:
+            tensors = tensors[1:] if "_base" in name else tensors[-1:]  # the first ones are outputs
+        payload = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        parents = [path for path in self._modules.parents if path != "Global"]
+        self.records.append(
+            Collective(
+                op=twin,
+                payload=payload,
+                wire=wire_bytes(twin.__name__, payload, group_size(args)),
+                module=max(parents, key=len, default=""),
+                backward=bool(self._modules.is_bw),
+            )
+        )
+
+    def get_comm_counts(self) -> dict[OpOverloadPacket, int]:
+        """How often each collective was started."""
+        return dict(Counter(record.op for record in self.records))
+
+    def get_total_counts(self) -> int:
+        """How many collectives were started."""
+        return len(self.records)
+
+    def get_total_bytes(self) -> int:
+        """How many bytes this rank sent."""
+        return sum(record.wire for record in self.records)

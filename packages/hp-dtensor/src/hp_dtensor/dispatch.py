@@ -1,0 +1,750 @@
+"""One operator call on distributed tensors: find the rule, move what must move, run locally, wrap.
+
+What an operator does to given layouts is decided once and kept as a plan, under a key of the operator, the interned
+specs and the static arguments. A hit costs one walk over the arguments and one dictionary lookup: no strategy is
+weighed, no spec built, no message formatted. Plans never hold tensors, and there is a bound on how many are kept.
+
+The order on a miss: a handler for the few operators that are no function of layouts (``item``, ``equal``, list
+operators), else the rule table, else the operator's own decomposition, else everything replicated with one warning
+that names the operator and the bytes.
+
+Kept apart from the tensor class: it is handed in, so that rules, plans and this module can be tested without it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from hp_dtensor._torch import (
+    Placement,
+    TorchDTensor,
+    decomposition_of,
+    disable_current_modes,
+    new_dtensor,
+)
+from hp_dtensor.errors import ImplicitCommunicationError, InPlaceError, MixedTensorError, NoRuleError
+from hp_dtensor.placements import REPLICATE, shard_dim
+from hp_dtensor.redistribute import redistribute_tensor
+from hp_dtensor.rules import LocalCall, OpCall, OpRule, Strategy, TensorMeta, find_rule
+from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
+
+if TYPE_CHECKING:
+    from hp_mesh import DeviceMesh
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+Handler = Callable[[type, "OpOverload", Sequence[object], Mapping[str, object]], object]
+
+MAX_PLANS = 16384
+"""How many plans are kept; the oldest half goes when more would be."""
+
+_plans: dict[object, Plan] = {}
+_statistics = {"hits": 0, "misses": 0, "evictions": 0}
+_lock = threading.Lock()
+_warned: set[str] = set()
+_handlers: dict[OpOverload, Handler] = {}
+_families: list[tuple[tuple[str, ...], Handler]] = []
+
+_implicit_replication: contextvars.ContextVar[bool] = contextvars.ContextVar("hp_implicit_replication", default=False)
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("hp_strict", default=False)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Modes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain tensor that meets a distributed one counts as replicated.
+
+    The caller promises that the tensor is the same on every rank; nothing checks it.
+    Without the context only scalars, 0-d and one-element tensors, and integer or boolean tensors (ids, labels, masks)
+    may mix with distributed tensors.
+
+    Example:
+        >>> import hp_dtensor
+        >>> with hp_dtensor.implicit_replication():
+        ...     pass
+    """
+    token = _implicit_replication.set(True)
+    try:
+        yield
+    finally:
+        _implicit_replication.reset(token)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, an operator that would communicate without being asked raises instead.
+
+    What is written out (``redistribute``, ``full_tensor``, ``to_local``, ``from_local``) may communicate.
+
+    Raises:
+        ImplicitCommunicationError: naming the operator, the layouts it met and the ones it would have moved to.
+
+    Example:
+        >>> import hp_dtensor
+        >>> with hp_dtensor.strict():
+        ...     pass
+    """
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Plans
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do for one operator on given layouts."""
+
+    mesh: DeviceMesh
+    """The devices of every distributed argument."""
+    moves: tuple[tuple[int, Spec, Spec], ...]
+    """(position among the tensor arguments, from, to) for each argument that must move first."""
+    communicates: bool
+    """Whether one of the moves needs the network."""
+    local: Callable[..., object]
+    """What to run on the local tensors."""
+    outputs: tuple[Spec | None, ...]
+    """A spec for each result, None for a result that is no tensor."""
+    single: Spec | None
+    """The spec when there is just one result."""
+    written: int | None
+    """The position of the tensor that is written to and returned, or None."""
+    inside: bool
+    """Whether this rank is part of the mesh."""
+
+
+def cache_statistics() -> dict[str, int]:
+    """How often dispatch found a plan, made one, and dropped one, and how many it holds.
+
+    Example:
+        >>> sorted(cache_statistics())
+        ['evictions', 'hits', 'misses', 'plans']
+    """
+    return {**_statistics, "plans": len(_plans)}
+
+
+def clear_caches() -> None:
+    """Forget all plans; the next call of each operator decides anew. For tests and for long-lived notebooks."""
+    with _lock:
+        _plans.clear()
+
+
+def _remember(key: object, plan: Plan) -> None:
+    with _lock:
+        if len(_plans) >= MAX_PLANS:
+            for old in list(_plans)[: MAX_PLANS // 2]:
+                del _plans[old]
+            _statistics["evictions"] += MAX_PLANS // 2
+        _plans[key] = plan
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Arguments
+# --------------------------------------------------------------------------------------------------------------------
+
+_BY_TYPE = frozenset({bool, int, float, complex})
+_pointwise: dict[OpOverload, bool] = {}
+
+
+def _scalars_by_type(op: OpOverload) -> bool:
+    """Whether the numbers among the arguments of *op* may change without changing its plan (their types may not)."""
+    found = _pointwise.get(op)
+    if found is None:
+        found = _pointwise[op] = torch.Tag.pointwise in op.tags or op is aten.fill_.Scalar
+    return found
+
+
+class _Arguments:
+    """The arguments of one call, walked once: the key of the call, its tensors and their specs."""
+
+    __slots__ = ("cacheable", "key", "mesh", "plain", "specs", "tensors")
+
+    def __init__(self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        self.tensors: list[Tensor] = []
+        self.specs: list[Spec | None] = []
+        self.plain = False
+        self.cacheable = True
+        self.mesh: DeviceMesh | None = None
+        by_value = not _scalars_by_type(op)
+        parts: list[object] = [op]
+        for value in args:
+            self._take(value, parts, by_value)
+        for name, value in kwargs.items():
+            parts.append(name)
+            self._take(value, parts, by_value)
+        self.key = tuple(parts)
+
+    def _take(self, value: object, parts: list[object], by_value: bool) -> None:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            spec = spec_of(value)
+            self.specs.append(spec)
+            if spec is None:
+                self.plain = True
+                parts.append((value.shape, value.stride(), value.dtype))
+            else:
+                if self.mesh is None:
+                    self.mesh = spec.mesh
+                parts.append(spec)
+        elif kind in _BY_TYPE:
+            parts.append((kind, value) if by_value else kind)
+        elif kind is list or kind is tuple:
+            inner: list[object] = []
+            for item in cast("Sequence[object]", value):
+                self._take(item, inner, by_value)
+            parts.append(tuple(inner))
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            self.cacheable = False
+        else:
+            parts.append(value)
+
+
+def _replace(values: Sequence[object], new: Iterator[object]) -> list[object]:
+    """*values* with each tensor, also inside lists, replaced by the next of *new*."""
+    out: list[object] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            out.append(next(new))
+        elif type(value) in (list, tuple):
+            out.append(_replace(cast("Sequence[object]", value), new))
+        else:
+            out.append(value)
+    return out
+
+
+def _with_tensors(
+    args: Sequence[object], kwargs: Mapping[str, object], new: Sequence[object]
+) -> tuple[list[object], dict[str, object]]:
+    source = iter(new)
+    filled = _replace(args, source)
+    return filled, dict(zip(kwargs, _replace(list(kwargs.values()), source), strict=True))
+
+
+def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
+    """A spec for each tensor argument, plain ones as replicated where that is safe or asked for."""
+    mesh = cast("DeviceMesh", found.mesh)
+    specs: list[Spec] = []
+    for position, (tensor, spec) in enumerate(zip(found.tensors, found.specs, strict=True)):
+        if spec is None:
+            safe = tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
+            if not safe and not _implicit_replication.get():
+                msg = (
+                    f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} is a plain tensor of shape "
+                    f"{tuple(tensor.shape)} and {tensor.dtype}, and nothing says how it is laid out over the mesh "
+                    f"{tuple(mesh.shape)}. Either distribute it (distribute_tensor, DTensor.from_local), or wrap the "
+                    "call in hp_dtensor.implicit_replication() if it is the same on every rank, or leave distributed "
+                    "tensors first with to_local()"
+                )
+                raise MixedTensorError(msg)
+            spec = make_spec(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+        elif spec.mesh is not mesh and spec.mesh != mesh:
+            msg = (
+                f"{op}: tensor arguments live on different meshes, {mesh} and {spec.mesh}; redistribute one of them to "
+                "the mesh of the other, or leave with to_local() first"
+            )
+            raise MixedTensorError(msg)
+        specs.append(spec)
+    return specs
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Deciding
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _meta(value: object) -> object:
+    """*value* as the metadata run takes it: devices become meta."""
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def infer_outputs(
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], metas: Sequence[TensorMeta]
+) -> object:
+    """What *op* gives on whole tensors of *metas*, run on the meta device: nothing is computed or allocated."""
+    with disable_current_modes(), torch.no_grad():
+        tensors = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
+        filled, named = _with_tensors(args, kwargs, tensors)
+        named = {name: _meta(value) for name, value in named.items() if name != "pin_memory"}
+        return op(*[_meta(value) for value in filled], **named)
+
+
+def _flat(result: object) -> list[object]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def _meta_of(value: object) -> TensorMeta | None:
+    return TensorMeta.of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _bytes(meta: TensorMeta) -> float:
+    return float(math.prod(meta.shape) * meta.dtype.itemsize)
+
+
+_LATENCY = 1024.0
+"""What starting a collective costs, in bytes that could have been sent meanwhile; only the order of choices depends on it."""
+
+
+def move_cost(source: Placement, target: Placement, meta: TensorMeta, size: int) -> float:
+    """What moving a tensor from *source* to *target* over an axis of *size* ranks costs, in bytes a rank sends.
+
+    A local step (cutting a replica, or keeping one addend) costs a little more than nothing: it throws away a layout
+    that a later operator may want.
+    """
+    if source == target:
+        return 0.0
+    if source.is_replicate():
+        return 0.5 if not target.is_partial() else 0.75
+    if size == 1:
+        return 0.25
+    share = _bytes(meta) * (size - 1) / size
+    if source.is_partial():
+        if target.is_partial():
+            return math.inf
+        return _LATENCY + (2 * share if target.is_replicate() else share)
+    if target.is_partial():
+        return math.inf
+    return _LATENCY + (share if target.is_replicate() else share / size)
+
+
+def _shrunk(meta: TensorMeta, placement: Placement | None, size: int) -> TensorMeta:
+    """*meta* as seen by the axes after one of *size* ranks that lays it out as *placement*."""
+    dim = None if placement is None else shard_dim(placement)
+    if dim is None or size == 1:
+        return meta
+    shape = list(meta.shape)
+    shape[dim] = -(-shape[dim] // size)
+    return TensorMeta(tuple(shape), contiguous_stride(tuple(shape)), meta.dtype)
+
+
+def meta_of(spec: Spec) -> TensorMeta:
+    """What a rule may know of the whole tensor that *spec* describes."""
+    return TensorMeta(tuple(spec.shape), spec.stride, spec.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for one call: placements over all axes for each tensor argument and each result."""
+
+    inputs: tuple[tuple[Placement, ...], ...]
+    outputs: tuple[tuple[Placement, ...] | None, ...]
+
+
+def choose(
+    op: OpOverload,
+    rule: OpRule | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    specs: Sequence[Spec],
+    outputs: Sequence[TensorMeta | None],
+    written: Sequence[int],
+) -> Choice:
+    """The cheapest strategy of *rule* on each mesh axis in turn.
+
+    Raises:
+        InPlaceError: when no strategy leaves the tensors at *written* laid out as they are.
+    """
+    mesh = specs[0].mesh
+    metas = [meta_of(spec) for spec in specs]
+    results = list(outputs)
+    inputs: list[list[Placement]] = [[] for _ in specs]
+    chosen: list[list[Placement] | None] = [None if meta is None else [] for meta in outputs]
+    everywhere = Strategy(
+        outputs=tuple(None if meta is None else REPLICATE for meta in outputs), inputs=(REPLICATE,) * len(specs)
+    )
+    for axis, size in enumerate(mesh.shape):
+        filled, named = _with_tensors(args, kwargs, metas)
+        present = tuple(spec.placements[axis] for spec in specs)
+        call = OpCall(op, tuple(filled), named, tuple(results), size, present)
+        best, price = everywhere, math.inf
+        for strategy in (*(rule.strategies(call) if rule is not None else ()), everywhere):
+            if any(strategy.inputs[i] != specs[i].placements[axis] for i in written):
+                continue
+            cost = 0.0
+            for spec, target, meta in zip(specs, strategy.inputs, metas, strict=True):
+                cost += move_cost(spec.placements[axis], target, meta, size)
+                if cost >= price:
+                    break
+            if cost < price:
+                best, price = strategy, cost
+        if price == math.inf and written:
+            held = [f"{tuple(specs[i].shape)} as {specs[i].placements}" for i in written]
+            msg = (
+                f"{op}: in-place operations that require placement changes are not supported: it writes to {held}, and no "
+                f"strategy on mesh axis {axis} keeps that layout. Use the out-of-place operator, or redistribute the "
+                "tensor first"
+            )
+            raise InPlaceError(msg)
+        for i, target in enumerate(best.inputs):
+            inputs[i].append(target)
+            metas[i] = _shrunk(metas[i], target, size)
+        for i, target in enumerate(best.outputs):
+            held_by = chosen[i]
+            if held_by is not None and target is not None:
+                held_by.append(target)
+                results[i] = _shrunk(cast("TensorMeta", results[i]), target, size)
+    return Choice(tuple(map(tuple, inputs)), tuple(None if c is None else tuple(c) for c in chosen))
+
+
+def _local_call(op: OpOverload, call: OpCall, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> LocalCall:
+    mesh = inputs[0].mesh
+    return LocalCall(
+        call=call,
+        mesh_shape=tuple(mesh.shape),
+        coordinate=mesh.get_coordinate() or (0,) * mesh.ndim,
+        input_placements=tuple(spec.placements for spec in inputs),
+        output_placements=tuple(None if spec is None else spec.placements for spec in outputs),
+        input_local_shapes=tuple(spec.local_shape for spec in inputs),
+        output_local_shapes=tuple(None if spec is None else spec.local_shape for spec in outputs),
+        input_boxes=tuple(spec.local_box for spec in inputs),
+        output_boxes=tuple(None if spec is None else spec.local_box for spec in outputs),
+        group=mesh.get_group,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operator's schema says about aliasing: which arguments it writes to, and whether it gives views."""
+
+    written: tuple[int, ...]
+    """Positions among the *arguments* (not the tensors) that are written to."""
+    written_names: tuple[str, ...]
+    """Keyword arguments that are written to."""
+    is_view: bool
+    """Whether a result may share storage with an argument that is not written to."""
+
+
+_signatures: dict[OpOverload, Signature] = {}
+
+
+def signature(op: OpOverload) -> Signature:
+    """The aliasing facts of *op*."""
+    found = _signatures.get(op)
+    if found is None:
+        written, names, view = [], [], False
+        for position, argument in enumerate(op._schema.arguments):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write:
+                if argument.kwarg_only:
+                    names.append(argument.name)
+                else:
+                    written.append(position)
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+        found = _signatures[op] = Signature(tuple(written), tuple(names), view)
+    return found
+
+
+def _written_tensors(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[int]:
+    """Positions among the tensors of the call of those that *op* writes to."""
+    facts = signature(op)
+    out: list[int] = []
+    position = 0
+    for index, value in enumerate([*args, *kwargs.values()]):
+        hit = index in facts.written if index < len(args) else list(kwargs)[index - len(args)] in facts.written_names
+        count = _count_tensors(value)
+        if hit:
+            out.extend(range(position, position + count))
+        position += count
+    return out
+
+
+def _count_tensors(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return 1
+    if type(value) in (list, tuple):
+        return sum(_count_tensors(item) for item in cast("Sequence[object]", value))
+    return 0
+
+
+def _make_plan(
+    op: OpOverload,
+    rule: OpRule | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    specs: list[Spec],
+    result: object,
+) -> Plan:
+    facts = signature(op)
+    written = _written_tensors(op, args, kwargs)
+    for position in written:
+        if specs[position].copied_view:
+            msg = (
+                f"{op}: the tensor it writes to is a slice that had to be copied to this rank, so the write would not "
+                "reach the tensor it was taken from. Write through the whole tensor (masked_fill, where, index_put), "
+                "or redistribute so that the slice is local"
+            )
+            raise InPlaceError(msg)
+    outputs = [_meta_of(value) for value in _flat(result)]
+    choice = choose(op, rule, args, kwargs, specs, outputs, written)
+    mesh = specs[0].mesh
+    targets = [spec.with_placements(placements) for spec, placements in zip(specs, choice.inputs, strict=True)]
+    moves = tuple(
+        (i, source, target) for i, (source, target) in enumerate(zip(specs, targets, strict=True)) if source is not target
+        and source.placements != target.placements
+    )
+    copied = facts.is_view and (bool(moves) or any(spec.copied_view for spec in specs))
+    made: list[Spec | None] = [
+        None
+        if meta is None or placements is None
+        else make_spec(mesh, placements, meta.shape, meta.stride, meta.dtype, copied_view=copied)
+        for meta, placements in zip(outputs, choice.outputs, strict=True)
+    ]
+    local: Callable[..., object] = op
+    if rule is not None and rule.local is not None:
+        filled, named = _with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
+        call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
+        local = rule.local(_local_call(op, call, targets, made)) or op
+    single = made[0] if isinstance(result, torch.Tensor) else None
+    return Plan(
+        mesh=mesh,
+        moves=moves,
+        communicates=any(_needs_network(source, target) for _, source, target in moves),
+        local=local,
+        outputs=tuple(made),
+        single=single,
+        written=written[0] if written and op._schema.returns and len(written) == 1 else None,
+        inside=mesh.get_coordinate() is not None,
+    )
+
+
+def _needs_network(source: Spec, target: Spec) -> bool:
+    return any(
+        size > 1 and a != b and not a.is_replicate()
+        for size, a, b in zip(source.mesh.shape, source.placements, target.placements, strict=True)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Acting
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _wrap(cls: type, plan: Plan, result: object) -> object:
+    if plan.single is not None:
+        return new_dtensor(cls, cast("Tensor", result), plan.single, False)
+    if isinstance(result, (tuple, list)):
+        wrapped = [
+            new_dtensor(cls, value, spec, False) if isinstance(value, torch.Tensor) and spec is not None else value
+            for value, spec in zip(result, plan.outputs, strict=True)
+        ]
+        return tuple(wrapped) if isinstance(result, tuple) else wrapped
+    return result
+
+
+def _outside(cls: type, plan: Plan, tensors: Sequence[Tensor]) -> object:
+    """The results on a rank that is not part of the mesh: empty tensors of the right description."""
+    if plan.written is not None:
+        return tensors[plan.written]
+    device = next(local_of(t).device for t in tensors)
+    made = [
+        None if spec is None else new_dtensor(cls, torch.empty(0, dtype=spec.dtype, device=device), spec, False)
+        for spec in plan.outputs
+    ]
+    return made[0] if plan.single is not None else tuple(made)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a distributed tensor of ours or of torch's; a plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, TorchDTensor) else tensor
+
+
+def _run(
+    cls: type, op: OpOverload, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], tensors: list[Tensor]
+) -> object:
+    if not plan.inside:
+        return _outside(cls, plan, tensors)
+    locals_ = [local_of(tensor) for tensor in tensors]
+    if plan.moves:
+        if plan.communicates:
+            moves = (f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in plan.moves)
+            refuse_communication(op, "; ".join(moves) if _strict.get() else "")
+        for position, source, target in plan.moves:
+            locals_[position] = redistribute_tensor(
+                locals_[position], plan.mesh, tuple(source.shape), source.placements, target.placements
+            )
+    filled, named = _with_tensors(args, kwargs, locals_)
+    result = plan.local(*filled, **named)
+    if plan.written is not None:
+        return tensors[plan.written]
+    return _wrap(cls, plan, result)
+
+
+def dispatch(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Run *op* on distributed tensors; results are of type *cls*."""
+    handler = _handlers.get(op)
+    if handler is None and op not in _signatures:
+        handler = _family(op)
+    return (handler or dispatch_by_rule)(cls, op, args, kwargs)
+
+
+def _family(op: OpOverload) -> Handler | None:
+    """The handler of a whole family of operators, found by name once and then kept for this one."""
+    for prefixes, handler in _families:
+        if op._schema.name.startswith(prefixes):
+            _handlers[op] = handler
+            return handler
+    return None
+
+
+def dispatch_by_rule(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Run *op* by its plan; on a miss make one from the rule table, a decomposition, or by replicating."""
+    found = _Arguments(op, args, kwargs)
+    key = (found.key, found.plain and _implicit_replication.get())
+    if found.cacheable:
+        try:
+            plan = _plans.get(key)
+        except TypeError:  # an argument without a hash, such as a symbolic size inside a list
+            found.cacheable, plan = False, None
+        if plan is not None:
+            _statistics["hits"] += 1
+            return _run(cls, op, plan, args, kwargs, found.tensors)
+    _statistics["misses"] += 1
+    if found.mesh is None:
+        msg = f"{op}: no distributed tensor among the arguments"
+        raise NoRuleError(msg)
+    rule = find_rule(op)
+    if rule is None:
+        decomposed = _decompose(op, args, kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+    specs = _admit(op, found)
+    try:
+        result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
+    except NotImplementedError:
+        return _run_replicated(cls, op, args, kwargs, found, specs)
+    if rule is None:
+        _warn_replicated(op, specs)
+    plan = _make_plan(op, rule, args, kwargs, specs, result)
+    if found.cacheable:
+        _remember(key, plan)
+    return _run(cls, op, plan, args, kwargs, found.tensors)
+
+
+def local_on(op: OpOverload, tensor: Tensor, source: Spec, target: Spec) -> Tensor:
+    """The local piece of *tensor*, laid out as *source*, after a move to *target* that nobody asked for."""
+    if source.placements == target.placements:
+        return local_of(tensor)
+    if _needs_network(source, target):
+        refuse_communication(op, f"{source.placements} -> {target.placements}")
+    return redistribute_tensor(
+        local_of(tensor), source.mesh, tuple(source.shape), source.placements, target.placements
+    )
+
+
+def refuse_communication(op: OpOverload, what: str) -> None:
+    """Raise when implicit communication is forbidden right now.
+
+    Raises:
+        ImplicitCommunicationError: inside :func:`strict`, naming *op* and *what* it would do.
+    """
+    if _strict.get():
+        msg = (
+            f"{op}: would communicate implicitly inside hp_dtensor.strict(): {what}. Redistribute explicitly with "
+            "x.redistribute(placements=...) before the call, or change the layouts that meet here"
+        )
+        raise ImplicitCommunicationError(msg)
+
+
+def _decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """*op* in terms of simpler operators, run under dispatch; NotImplemented when torch knows no decomposition."""
+    if op._can_decompose():
+        return op.decompose(*args, **kwargs)
+    if signature(op).written or signature(op).written_names:
+        return NotImplemented
+    python = decomposition_of(op)
+    return NotImplemented if python is None else python(*args, **kwargs)
+
+
+def _warn_replicated(op: OpOverload, specs: Sequence[Spec]) -> None:
+    moved = sum(
+        _bytes(meta_of(spec)) for spec in specs if not all(p.is_replicate() for p in spec.placements)
+    )
+    if not moved:
+        return
+    if _strict.get():
+        msg = f"{op}: has no sharding rule, and running it replicated would gather {int(moved)} bytes implicitly"
+        raise ImplicitCommunicationError(msg)
+    if str(op) not in _warned:
+        _warned.add(str(op))
+        warnings.warn(
+            f"{op} has no sharding rule: its inputs ({int(moved)} bytes) are replicated on every rank before it runs. "
+            "Register one with hp_dtensor.register_rule to keep it sharded",
+            stacklevel=2,
+        )
+
+
+def _run_replicated(
+    cls: type,
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    found: _Arguments,
+    specs: Sequence[Spec],
+) -> object:
+    """Run an operator whose result's shape depends on its values: on whole tensors, the same on each rank."""
+    written = _written_tensors(op, args, kwargs)
+    everywhere = [spec.with_placements((REPLICATE,) * spec.mesh.ndim) for spec in specs]
+    if any(specs[i] is not everywhere[i] for i in written):
+        msg = f"{op}: writes to a sharded tensor and has no sharding rule; use the out-of-place operator"
+        raise NoRuleError(msg)
+    _warn_replicated(op, specs)
+    mesh = specs[0].mesh
+    if mesh.get_coordinate() is None:
+        msg = f"{op}: the shape of its result depends on values that this rank, outside of the mesh {mesh}, does not have"
+        raise NoRuleError(msg)
+    locals_ = [
+        redistribute_tensor(local_of(tensor), mesh, tuple(spec.shape), spec.placements, target.placements)
+        for tensor, spec, target in zip(found.tensors, specs, everywhere, strict=True)
+    ]
+    filled, named = _with_tensors(args, kwargs, locals_)
+    result = op(*filled, **named)
+
+    def wrap(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        spec = make_spec(mesh, (REPLICATE,) * mesh.ndim, value.shape, value.stride(), value.dtype)
+        return new_dtensor(cls, value, spec, False)
+
+    if written:
+        return found.tensors[written[0]]
+    if isinstance(result, tuple):
+        return tuple(wrap(value) for value in result)
+    return [wrap(value) for value in result] if isinstance(result, list) else wrap(result)
+
+
+def handles(*ops: OpOverload) -> Callable[[Handler], Handler]:
+    """Register a handler for operators that are no function of layouts; it gets ``(cls, op, args, kwargs)``."""
+
+    def register(handler: Handler) -> Handler:
+        for op in ops:
+            _handlers[op] = handler
+        return handler
+
+    return register
+
+
+
+
+def add_handler_family(prefixes: tuple[str, ...], handler: Handler) -> None:
+    """Let *handler* take every operator whose schema name starts with one of *prefixes* and that has none of its own."""
+    _families.append((prefixes, handler))

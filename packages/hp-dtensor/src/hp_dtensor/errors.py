@@ -1,0 +1,32 @@
+"""What can go wrong with a distributed tensor, as types that callers already catch.
+
+Each error extends the builtin that the mistake would raise on one device, so that code written against plain tensors
+keeps working, and carries its facts in its text: what was asked, the values, what is legal, what to do.
+None of them is a ``TypeError``: Python's operator protocol swallows that one.
+"""
+
+from __future__ import annotations
+
+
+class LayoutError(ValueError):
+    """A description of a layout that cannot be: placements, aliases or shapes that do not fit the mesh or the tensor."""
+
+
+class RedistributeError(RuntimeError):
+    """A move between two layouts that has no meaning, such as one that would have to invent addends."""
+
+
+class NoRuleError(NotImplementedError):
+    """An operator for which no sharding is known and which cannot be run replicated either."""
+
+
+class MixedTensorError(RuntimeError):
+    """A plain tensor met a distributed one where nobody said how its values are laid out."""
+
+
+class InPlaceError(RuntimeError):
+    """An in-place operator would have to change the layout of the tensor it writes to."""
+
+
+class ImplicitCommunicationError(RuntimeError):
+    """Inside :func:`hp_dtensor.strict`, an operator would have communicated without being asked to."""

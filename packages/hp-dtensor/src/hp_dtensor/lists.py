@@ -1,0 +1,192 @@
+"""Operators over lists of tensors: the foreach and fused ones that optimizers and clipping are made of.
+
+They do the same to each position of their lists, so each position is laid out on its own: all its tensors like the one
+that is written to (or the first), whatever mesh that is on. Plain tensors and tensors of several meshes may stand in one
+list. The local pieces then go through one call of the operator.
+
+Addends that must be combined first (a norm is not linear) are flattened and combined in one collective for each
+mesh, kind and dtype, however many tensors there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from hp_mesh.collectives import all_reduce, wait
+
+from hp_dtensor._torch import new_dtensor
+from hp_dtensor.dispatch import (
+    add_handler_family,
+    handles,
+    local_of,
+    local_on,
+    refuse_communication,
+    signature,
+)
+from hp_dtensor.errors import InPlaceError
+from hp_dtensor.placements import REPLICATE, Placement
+from hp_dtensor.redistribute import redistribute_tensor
+from hp_dtensor.spec import Spec, make_spec, spec_of
+
+if TYPE_CHECKING:
+    from hp_mesh import DeviceMesh
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+KEEP_SUMS = frozenset({"_foreach_add", "_foreach_sub", "_foreach_neg", "_foreach_mul", "_foreach_div", "_foreach_copy"})
+"""List operators that are linear in their lists, so that addends may stay addends."""
+
+Job = tuple[int, int, Spec, Spec]
+"""(which list, which position, from, to)."""
+
+
+def _base_name(op: OpOverload) -> str:
+    return op._schema.name.split("::")[1].rstrip("_")
+
+
+def _keeps_sums(op: OpOverload, tensors: Sequence[Tensor], specs: Sequence[Spec | None], extra: Sequence[object]) -> bool:
+    """Whether a position of *op* may be run on addends: linear, and addends on both sides of a sum."""
+    name = _base_name(op)
+    if name not in KEEP_SUMS or any(isinstance(value, torch.Tensor) and value.dim() for value in extra):
+        return False
+    if name in ("_foreach_add", "_foreach_sub"):
+        return len(tensors) == 2 and specs[0] is not None and specs[1] is not None and specs[0].placements == specs[1].placements
+    return len(tensors) == 1
+
+
+def _target(op: OpOverload, tensors: Sequence[Tensor], extra: Sequence[object], *, written: bool) -> Spec | None:
+    """How all tensors at one position shall be laid out; None when all of them are plain."""
+    specs = [spec_of(tensor) for tensor in tensors]
+    first = next((spec for spec in specs if spec is not None), None)
+    if first is None:
+        return None
+    if written and specs[0] is None:
+        msg = (
+            f"{op}: writes to a plain tensor of shape {tuple(tensors[0].shape)} at a position where another argument is a "
+            f"DTensor laid out as {first.placements}; distribute the plain one like it"
+        )
+        raise InPlaceError(msg)
+    if len({tuple(tensor.shape) for tensor in tensors if tensor.dim()}) > 1:
+        # Broadcasting inside a list operator: rare, and dims no longer line up; run that position on whole tensors.
+        return first.with_placements((REPLICATE,) * first.mesh.ndim)
+    if first.is_partial and not _keeps_sums(op, tensors, specs, extra):
+        if written:
+            msg = (
+                f"{op}: in-place operations that require placement changes are not supported: it writes to addends "
+                f"{first.placements}, and is not linear; redistribute the tensor first"
+            )
+            raise InPlaceError(msg)
+        return first.with_placements(tuple(REPLICATE if p.is_partial() else p for p in first.placements))
+    return first
+
+
+def _combined(op: OpOverload, jobs: Sequence[tuple[Tensor, Spec, Spec]]) -> list[Tensor]:
+    """The local pieces after their moves; those that only combine addends share collectives."""
+    out: list[Tensor | None] = [None] * len(jobs)
+    batches: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.dtype], list[int]] = defaultdict(list)
+    for index, (tensor, source, target) in enumerate(jobs):
+        changed = [(a, b) for a, b in zip(source.placements, target.placements, strict=True) if a != b]
+        if all(a.is_partial() and b.is_replicate() for a, b in changed):
+            pattern = tuple(a if a != b else REPLICATE for a, b in zip(source.placements, target.placements, strict=True))
+            batches[source.mesh, pattern, tensor.dtype].append(index)
+        else:
+            out[index] = local_on(op, tensor, source, target)
+    for (mesh, pattern, _), members in batches.items():
+        refuse_communication(op, f"combining the addends of {len(members)} tensors laid out as {pattern}")
+        pieces = [local_of(jobs[index][0]) for index in members]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        whole = redistribute_tensor(flat, mesh, tuple(flat.shape), pattern, (REPLICATE,) * mesh.ndim)
+        for index, piece, part in zip(members, pieces, whole.split([p.numel() for p in pieces]), strict=True):
+            out[index] = part.view(piece.shape)
+    return cast("list[Tensor]", out)
+
+
+def list_operator(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Run a list operator on lists of distributed and plain tensors."""
+    values = [*args, *kwargs.values()]
+    lists = [i for i, value in enumerate(values) if _is_tensor_list(value)]
+    count = len(cast("Sequence[Tensor]", values[lists[0]]))
+    full = [i for i in lists if len(cast("Sequence[Tensor]", values[i])) == count]
+    extra = [value for i, value in enumerate(values) if i not in lists]
+    facts = signature(op)
+    writes = bool(facts.written or facts.written_names)
+    filled: list[object] = list(values)
+    for i in lists:
+        filled[i] = list(cast("Sequence[Tensor]", values[i]))
+    targets: list[Spec | None] = []
+    moving: list[Job] = []
+    for position in range(count):
+        column = [cast("Sequence[Tensor]", values[i])[position] for i in full]
+        target = _target(op, column, extra, written=writes and 0 in facts.written)
+        targets.append(target)
+        for i, tensor in zip(full, column, strict=True):
+            spec = spec_of(tensor)
+            if spec is None and target is not None and tensor.numel() > 1:
+                mesh = target.mesh
+                spec = make_spec(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+            row = cast("list[Tensor]", filled[i])
+            if spec is None or target is None or spec is target or spec.placements == target.placements:
+                row[position] = local_of(tensor)
+            else:
+                moving.append((i, position, spec, spec.with_placements(target.placements)))
+    jobs = [(cast("Sequence[Tensor]", values[i])[position], source, goal) for i, position, source, goal in moving]
+    for (i, position, _, _), local in zip(moving, _combined(op, jobs), strict=True):
+        cast("list[Tensor]", filled[i])[position] = local
+    filled = [_plain_scalar(op, value) if isinstance(value, torch.Tensor) else value for value in filled]
+    result = op(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
+    if writes:
+        return None if not op._schema.returns else values[lists[0]]
+    first = cast("Sequence[Tensor]", values[lists[0]])
+    return [
+        local if target is None else new_dtensor(cls, local, target.with_dtype(local.dtype), False)
+        for local, target, _ in zip(cast("Sequence[Tensor]", result), targets, first, strict=True)
+    ]
+
+
+def _is_tensor_list(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+
+
+def _plain_scalar(op: OpOverload, tensor: Tensor) -> Tensor:
+    """A single tensor beside the lists (a step size, a scale) as a local value."""
+    spec = spec_of(tensor)
+    return tensor if spec is None else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+
+
+add_handler_family(("aten::_foreach_", "aten::_fused_"), list_operator)
+
+
+def _each(name: str) -> None:
+    """Run a list operator that reduces as the operator on single tensors, one after the other."""
+    packet = getattr(aten, name)
+
+    @handles(*(getattr(packet, overload) for overload in packet.overloads() if "out" not in overload))
+    def run(_cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        single = torch.linalg.vector_norm if name == "_foreach_norm" else torch.max
+        rest = dict(kwargs)
+        if name == "_foreach_norm":
+            rest = {"ord": args[1] if len(args) > 1 else rest.get("ord", 2), "dtype": rest.get("dtype")}
+        return [single(tensor, **rest) for tensor in cast("Sequence[Tensor]", args[0])]  # type: ignore[operator,arg-type]  # two functions of one shape
+
+
+_each("_foreach_norm")
+_each("_foreach_max")
+
+
+@handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Unscale gradients; an infinity on one rank is an infinity on all, or some would skip the step and others not."""
+    grads, found = cast("Sequence[Tensor]", args[0]), cast("Tensor", args[1])
+    op([local_of(grad) for grad in grads], _plain_scalar(op, found), _plain_scalar(op, cast("Tensor", args[2])), **kwargs)
+    flag = local_of(found)
+    for mesh in {spec.mesh for spec in map(spec_of, grads) if spec is not None}:
+        for axis, size in enumerate(mesh.shape):
+            if size > 1 and mesh.get_coordinate() is not None:
+                flag.copy_(wait(all_reduce(flag, "max", mesh.get_group(axis))))
+    return None
+

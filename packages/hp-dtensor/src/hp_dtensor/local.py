@@ -1,0 +1,256 @@
+"""Computing on local tensors with right gradients: leave, move and enter.
+
+Module code that knows its layout (a linear layer cut by columns) is faster and clearer on local tensors than through
+dispatch. What it must not lose is the gradient's layout; so each function here says where a gradient is, and moves it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, cast
+
+import torch
+from hp_mesh import DeviceMesh
+
+from hp_dtensor import _autograd
+from hp_dtensor._torch import TorchDTensor, tree_flatten, tree_unflatten
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.errors import LayoutError
+from hp_dtensor.layout import PlacementsLike, resolve
+from hp_dtensor.placements import Placement, gradient_placements
+from hp_dtensor.spec import spec_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+P = ParamSpec("P")
+
+OutPlacements: TypeAlias = Sequence[Placement] | tuple[Sequence[Placement] | None, ...] | None
+"""One layout, or one for each output; None for an output that is no tensor, or stays local."""
+
+
+def to_local(tensor: Tensor, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    """This rank's piece of a distributed tensor of ours or of torch's; a plain tensor comes back as it is.
+
+    Unlike torch's method it gives a gradient that our dispatch understands, whichever class the tensor has: FSDP2 rebuilds
+    parameters as torch's own.
+
+    Args:
+        tensor: any tensor.
+        grad_placements: how the gradients that the ranks bring back fit together; see :meth:`DTensor.to_local`.
+    """
+    if not isinstance(tensor, TorchDTensor):
+        return tensor
+    if torch.compiler.is_compiling():
+        # A method call is put into the graph as it is; what is inside runs when the graph is lowered.
+        return tensor.to_local(grad_placements=grad_placements)
+    spec = spec_of(tensor)
+    grad = None if grad_placements is None or spec is None else resolve(grad_placements, spec.mesh, tensor.ndim)
+    return _autograd.to_local(DTensor, tensor, grad)
+
+
+def redistribute_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    source: Sequence[Placement],
+    target: Sequence[Placement],
+    *,
+    shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Tensor:
+    """A plain tensor that holds layout *source*, moved to layout *target*, as a plain tensor; differentiable.
+
+    ``[Replicate()] -> [Replicate()]`` with ``grad_placements=[Partial()]`` is Megatron's f (identity, then an all-reduce
+    of the gradient); ``[Partial()] -> [Replicate()]`` is its g. The sequence-parallel pair is ``[Shard(1)] ->
+    [Replicate()]`` with ``grad_placements=[Partial()]``, and ``[Partial()] -> [Shard(1)]``.
+
+    Args:
+        local: this rank's piece of a tensor laid out as *source*.
+        mesh: the devices.
+        source: what *local* is.
+        target: what is wanted.
+        shape: the global shape; needed when shards are uneven, else found from *local*.
+        grad_placements: how the incoming gradients of the ranks fit together; *target* (Replicate for Partial) when None.
+        forward_dtype: cast to this before the collective, and keep it.
+        backward_dtype: cast the gradient to this before its collective; it leaves in the dtype of *local*.
+        async_op: return at once; the result waits when it is first used.
+
+    Raises:
+        LayoutError: when the placements do not fit *local* and *mesh*.
+    """
+    ndim = local.ndim
+    before, after = resolve(source, mesh, ndim), resolve(target, mesh, ndim)
+    whole = tuple(shape) if shape is not None else _autograd.global_shape(local, mesh, before)[0]
+    grad = gradient_placements(after) if grad_placements is None else resolve(grad_placements, mesh, ndim)
+    if torch.compiler.is_compiling():
+        from hp_dtensor import _compiled
+
+        return _compiled.redistribute_local(
+            local, mesh, before, after, whole, grad, forward_dtype, backward_dtype
+        )
+    return _autograd.redistribute_local(
+        local, mesh, before, after, whole, grad, forward_dtype, backward_dtype, async_op=async_op
+    )
+
+
+def _per_output(out_placements: OutPlacements, count: int) -> tuple[Sequence[Placement] | None, ...]:
+    """One layout for each of *count* outputs."""
+    if out_placements is None:
+        return (None,) * count
+    several = isinstance(out_placements, tuple) and all(
+        entry is None or (isinstance(entry, Sequence) and not isinstance(entry, str)) for entry in out_placements
+    )
+    if not several:
+        return (cast("Sequence[Placement]", out_placements),) * count
+    given = cast("tuple[Sequence[Placement] | None, ...]", out_placements)
+    if len(given) != count:
+        msg = f"the function returned {count} values, but out_placements has {len(given)} entries: {out_placements}"
+        raise LayoutError(msg)
+    return given
+
+
+def _enter(
+    tensor: DTensor,
+    position: int,
+    placements: Sequence[Placement] | None,
+    grads: Sequence[Placement] | None,
+    mesh: DeviceMesh,
+    *,
+    redistribute_inputs: bool,
+) -> Tensor:
+    if placements is None:
+        msg = (
+            f"argument {position} is a DTensor laid out as {tensor.placements}, but in_placements has None for it; give the "
+            "layout that the function expects"
+        )
+        raise LayoutError(msg)
+    wanted = resolve(placements, mesh, tensor.ndim)
+    if tensor.placements != wanted or tensor.device_mesh != mesh:
+        if not redistribute_inputs:
+            msg = (
+                f"argument {position} is laid out as {tensor.placements} on {tensor.device_mesh}, but in_placements asks for "
+                f"{wanted}: the placement of a DTensor does not match in_placements; redistribute it first, or set "
+                "redistribute_inputs=True"
+            )
+            raise LayoutError(msg)
+        tensor = tensor.redistribute(mesh, wanted)
+    return tensor.to_local(grad_placements=grads)
+
+
+def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: Sequence[DTensor]) -> Sequence[int] | None:
+    """The global shape of an output: that of an input with the same layout and the same piece, when there is one.
+
+    A shard does not tell how long the dim is that it was cut from; a function that keeps the shape of an uneven input
+    would otherwise grow it to a multiple of the number of ranks.
+    """
+    for tensor in like:
+        if (
+            tensor.placements == placements
+            and tensor.device_mesh == mesh
+            and tuple(tensor.spec.local_shape) == tuple(local.shape)
+        ):
+            return tensor.shape
+    return None
+
+
+def local_map(
+    func: Callable[P, object] | None = None,
+    out_placements: OutPlacements = None,
+    in_placements: tuple[Sequence[Placement] | None, ...] | None = None,
+    in_grad_placements: tuple[Sequence[Placement] | None, ...] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., object]:
+    """Make *func*, written for local tensors, take and give distributed ones.
+
+    Args:
+        func: the function; left out when used as a decorator with arguments.
+        out_placements: the layout of the output, or a tuple with one for each; None where it stays local.
+        in_placements: for each positional argument (leaves of nested ones in order) the layout it must have, None for
+            what is no distributed tensor. None altogether takes every input as it is laid out.
+        in_grad_placements: for each argument the layout of its gradient; that of the argument when None.
+        device_mesh: the devices; those of the first distributed argument when None.
+        redistribute_inputs: move inputs that are laid out differently, instead of an error.
+
+    Returns:
+        A function that unwraps its distributed arguments, calls *func* and wraps what comes back. Without a distributed
+        argument it returns what *func* returns.
+
+    Raises:
+        LayoutError: when an argument's layout differs from *in_placements*, or a count differs.
+
+    Example:
+        >>> import torch
+        >>> from hp_dtensor import Shard
+        >>> double = local_map(lambda t: t * 2, out_placements=[Shard(0)])
+        >>> double(torch.ones(2))  # no distributed argument: func as it is
+        tensor([2., 2.])
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+
+    @functools.wraps(func)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> object:
+        leaves, tree = tree_flatten(args)
+        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+            if given is not None and len(given) != len(leaves):
+                msg = f"{name} has {len(given)} entries for {len(leaves)} arguments; the two numbers must be equal"
+                raise LayoutError(msg)
+        tensors = [as_ours(leaf) for leaf in leaves if isinstance(leaf, TorchDTensor)]
+        if not tensors:
+            return func(*args, **kwargs)
+        mesh = device_mesh if device_mesh is not None else tensors[0].device_mesh
+        local_args = []
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, TorchDTensor):
+                local_args.append(leaf)
+                continue
+            ours = as_ours(leaf)
+            wanted = ours.placements if in_placements is None else in_placements[position]
+            grads = None if in_grad_placements is None else in_grad_placements[position]
+            local_args.append(_enter(ours, position, wanted, grads, mesh, redistribute_inputs=redistribute_inputs))
+        result = func(*tree_unflatten(local_args, tree), **kwargs)
+        flat, out_tree = tree_flatten(result)
+        wrapped_out: list[object] = []
+        for value, placements in zip(flat, _per_output(out_placements, len(flat)), strict=True):
+            if placements is None:
+                wrapped_out.append(value)
+                continue
+            if not isinstance(value, torch.Tensor) or isinstance(value, TorchDTensor):
+                msg = f"out_placements has {placements} for an output that is no local tensor: {type(value).__name__}"
+                raise LayoutError(msg)
+            resolved = resolve(placements, mesh, value.ndim)
+            shape = _whole_shape(value, mesh, resolved, tensors)
+            wrapped_out.append(DTensor.from_local(value, mesh, resolved, shape=shape))
+        return tree_unflatten(wrapped_out, out_tree)
+
+    return wrapped
+
+
+def as_ours(tensor: TorchDTensor) -> DTensor:
+    """*tensor* as one of ours, with gradients flowing through; one of torch's is wrapped anew."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    spec = spec_of(tensor)
+    if spec is None:  # only to tell the type checker: a DTensor has a spec
+        msg = f"expected a distributed tensor, got {type(tensor).__name__}"
+        raise LayoutError(msg)
+    local = _autograd.to_local(DTensor, tensor, None)
+    return cast(
+        "DTensor", _autograd.from_local(DTensor, local, spec.mesh, spec.placements, spec.shape, spec.stride, None)
+    )
+
+
+__all__ = ["PlacementsLike", "as_ours", "local_map", "redistribute_local", "to_local"]

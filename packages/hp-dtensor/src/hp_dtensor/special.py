@@ -1,0 +1,99 @@
+"""Operators whose result is no tensor, or whose plain argument has a meaning of its own.
+
+``item`` and ``equal`` give a Python value that every rank must agree on, so they reduce over the mesh first: a local
+answer would send ranks down different branches. ``copy_`` from a plain tensor takes it as the whole tensor, the same on
+every rank, which is what loading a checkpoint means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from hp_mesh.collectives import all_reduce, wait
+
+from hp_dtensor._torch import TorchDTensor
+from hp_dtensor.dispatch import (
+    dispatch_by_rule,
+    handles,
+    implicit_replication,
+    local_of,
+    local_on,
+    refuse_communication,
+)
+from hp_dtensor.errors import MixedTensorError
+from hp_dtensor.placements import REPLICATE
+from hp_dtensor.spec import Spec, spec_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+
+def _inside(op: OpOverload, spec: Spec) -> None:
+    if spec.mesh.get_coordinate() is None:
+        msg = (
+            f"{op}: this rank is not part of the mesh {spec.mesh} and holds no value of the tensor; ask only on the ranks "
+            "of the mesh (mesh.get_coordinate() is not None)"
+        )
+        raise RuntimeError(msg)
+
+
+def _whole(op: OpOverload, tensor: Tensor) -> Tensor:
+    """The whole tensor, plain."""
+    spec = spec_of(tensor)
+    if spec is None:
+        return tensor
+    _inside(op, spec)
+    everywhere = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
+    return local_on(op, tensor, spec, everywhere)
+
+
+@handles(aten._local_scalar_dense.default)
+def _item(_cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]) -> object:
+    return _whole(op, cast("Tensor", args[0])).item()
+
+
+@handles(aten.equal.default)
+def _equal(_cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]) -> bool:
+    left, right = (cast("Tensor", arg) for arg in args)
+    spec = spec_of(left) or cast("Spec", spec_of(right))
+    if left.shape != right.shape:
+        return False
+    target = spec.with_placements(tuple(REPLICATE if p.is_partial() else p for p in spec.placements))
+    _inside(op, spec)
+    pieces = []
+    for tensor in (left, right):
+        own = spec_of(tensor)
+        if own is None:
+            own = Spec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, spec.tensor_meta, copied_view=False)
+        pieces.append(local_on(op, tensor, own, target))
+    same = torch.tensor(int(torch.equal(*pieces)), dtype=torch.int32, device=pieces[0].device)
+    for axis, size in enumerate(spec.mesh.shape):
+        if size > 1 and not target.placements[axis].is_replicate():
+            refuse_communication(op, f"combining the ranks' answers over mesh axis {axis}")
+            same = wait(all_reduce(same, "min", spec.mesh.get_group(axis)))
+    return bool(same.item())
+
+
+@handles(aten.copy_.default)
+def _copy(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    target, source = cast("Tensor", args[0]), cast("Tensor", args[1])
+    if not isinstance(target, TorchDTensor):
+        msg = (
+            f"{op}: a plain tensor of shape {tuple(target.shape)} cannot take the values of a DTensor, since it holds no "
+            "layout: copy from source.full_tensor() for the whole tensor or source.to_local() for this rank's piece"
+        )
+        raise MixedTensorError(msg)
+    if isinstance(source, TorchDTensor):
+        return dispatch_by_rule(cls, op, args, kwargs)
+    with implicit_replication():
+        return dispatch_by_rule(cls, op, args, kwargs)
+
+
+@handles(aten.is_pinned.default)
+def _is_pinned(_cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    return op(local_of(cast("Tensor", args[0])), *args[1:], **kwargs)
