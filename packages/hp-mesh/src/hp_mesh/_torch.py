@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as C10dBackend
-from torch.distributed import _functional_collectives as functional
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
+    from torch.distributed import _functional_collectives as functional
     from torch.distributed._mesh_layout import _MeshLayout as TorchLayout
 
     from .axes import Axis
@@ -125,11 +125,6 @@ def create_group(
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name under which torch's functional collectives find *group*."""
     return str(group.group_name)
-
-
-def process_group_names() -> tuple[str, ...]:
-    """Return the names of all groups that torch has; a test pool asks, to see what a test left over."""
-    return tuple(str(name) for name in c10d._world.pg_names.values())
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -286,6 +281,16 @@ reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 all_to_all = torch.ops._c10d_functional.all_to_all_single.default
 broadcast = torch.ops._c10d_functional.broadcast.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+def load_functional() -> None:
+    """Import torch's module of functional collectives, which registers how they trace.
+
+    It costs 40 ms, half of what importing this package may; so only `hp_mesh.collectives` asks for it.
+    """
+    from torch.distributed import _functional_collectives
+
+    globals()["functional"] = _functional_collectives
 
 
 def lazily_waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ __all__ = [
     "wait",
 ]
 
+_torch.load_functional()
+
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 """How values of several ranks become one."""
 
