@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "checked_names",
     "public_names",
 ]
 exclude_patterns = ["_build"]
@@ -31,7 +32,7 @@ html_theme = "furo"
 html_title = "Hyper-Parallel"
 nitpicky = True
 # Type variables have no page of their own.
-nitpick_ignore_regex = [("py:class", r"_?[A-Z]")]
+nitpick_ignore_regex = [("py:class", r"(.*\.)?_?[A-Z]")]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
