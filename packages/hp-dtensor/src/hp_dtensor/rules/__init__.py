@@ -35,7 +35,10 @@ __all__ = [
     "registered_ops",
 ]
 
-FAMILIES = ("matmul", "pointwise", "reduction", "view")
+FAMILIES = (
+    *("attention", "concatenate", "embedding", "factory", "foreach", "indexing", "loss", "matmul"),
+    *("norm", "ordering", "pointwise", "reduction", "softmax", "view"),
+)
 
 for _family in FAMILIES:
     import_module(f"{__name__}.{_family}")

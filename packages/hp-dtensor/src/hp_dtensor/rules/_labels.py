@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.rules._registry import OpCall, Strategy, TensorMeta
 
-__all__ = ["Dims", "broadcast_dims", "label_strategies", "own_dims", "shard"]
+__all__ = ["Dims", "broadcast_dims", "broadcast_shape", "label_strategies", "own_dims", "shard"]
 
 Label = Hashable
 Dims = Sequence[Label | None]
@@ -53,10 +53,24 @@ def broadcast_dims(meta: TensorMeta) -> tuple[int, ...]:
     return tuple(range(-len(meta.shape), 0))
 
 
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape to which *shapes* broadcast; they must.
+
+    Example:
+        >>> broadcast_shape((4, 1), (3,))
+        (4, 3)
+    """
+    ndim = max(map(len, shapes), default=0)
+    aligned = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(
+        next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)
+    )
+
+
 def label_strategies(
     call: OpCall,
     inputs: Sequence[Dims],
-    outputs: Sequence[Dims | None],
+    outputs: Sequence[Dims | Placement | None],
     *,
     labels: Iterable[Label] | None = None,
     reduce: str | None = "sum",
@@ -67,7 +81,8 @@ def label_strategies(
     Args:
         call: The call; ``call.present`` tells which split factors are tried beside plain shards.
         inputs: Labels of each entry of ``call.tensors``.
-        outputs: Labels of each result, None for a result that is no tensor.
+        outputs: Labels of each result, None for a result that is no tensor, a placement for one
+            that is laid out so in any case.
         labels: The labels that may be cut, in order of preference; by default those of the
             results, then those of the inputs.
         reduce: How pieces of a result that lacks the label combine; None if they do not.
@@ -75,7 +90,8 @@ def label_strategies(
             Partial too, so that they count once.
     """
     if labels is None:
-        labels = [label for dims in (*outputs, *inputs) for label in dims or ()]
+        named = [dims for dims in (*outputs, *inputs) if not isinstance(dims, Placement)]
+        labels = [label for dims in named for label in dims or ()]
     for label in dict.fromkeys(labels):
         if label is None:
             continue
@@ -115,7 +131,7 @@ def _hinted(call: OpCall, inputs: Sequence[Dims], label: Label) -> Iterator[int]
 def _cut(
     call: OpCall,
     inputs: Sequence[Dims],
-    outputs: Sequence[Dims | None],
+    outputs: Sequence[Dims | Placement | None],
     label: Label,
     size: int,
     split_factor: int,
@@ -127,6 +143,9 @@ def _cut(
     for meta, dims in zip(call.outputs, outputs, strict=True):
         if meta is None or dims is None:
             placed.append(None)
+            continue
+        if isinstance(dims, Placement):
+            placed.append(dims)
             continue
         places = _places(meta, dims, label, size)
         if len(places) > 1 or (not places and reduce is None):

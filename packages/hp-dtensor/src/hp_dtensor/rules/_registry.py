@@ -17,7 +17,7 @@ since there are too many to list blindly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -187,7 +187,7 @@ Localizer = Callable[[LocalCall], "Callable[..., object]"]
 """Gives what to run instead of the operator: it takes the operator's arguments, with local
 tensors in place of tensors, and returns the operator's results."""
 
-LinearFinder = Callable[[OpCall], Iterable[Iterable[int]]]
+LinearFinder = Callable[[OpCall], Iterable[frozenset[int]]]
 """Gives, for a call, the sets of tensor positions in which the operator is jointly linear."""
 
 Linear = Iterable[Iterable[int]] | LinearFinder
@@ -232,8 +232,7 @@ class OpRule:
         Every list of tensors is replaced by its entry at that position (an empty list by None),
         a list of as many numbers likewise; other arguments are kept. The calls keep the operator.
         """
-        lists = [value for value in (*call.args, *call.kwargs.values()) if _is_tensor_list(value)]
-        count = max((len(value) for value in lists), default=0)
+        count = max(map(_list_length, (*call.args, *call.kwargs.values())), default=0)
         outputs = call.outputs if len(call.outputs) == count else ()
         return tuple(
             replace(
@@ -247,8 +246,11 @@ class OpRule:
         )
 
 
-def _is_tensor_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and any(isinstance(item, TensorMeta) for item in value)
+def _list_length(value: object) -> int:
+    """Return the length of a list of tensors, 0 for anything else."""
+    if isinstance(value, list | tuple) and any(isinstance(item, TensorMeta) for item in value):
+        return len(value)
+    return 0
 
 
 def _pick(value: object, position: int, count: int) -> object:
@@ -269,11 +271,10 @@ def _check_arity(call: OpCall, strategy: Strategy) -> None:
         raise ValueError(msg)
 
 
-def _linear_strategies(call: OpCall, groups: Iterable[Iterable[int]]) -> Iterator[Strategy]:
+def _linear_strategies(call: OpCall, groups: Iterable[frozenset[int]]) -> Iterator[Strategy]:
     outputs = [meta for meta in call.outputs if meta is not None] or call.tensors[:1]
     kinds = ["sum"] if any(not _is_inexact(meta.dtype) for meta in outputs) else ["sum", "avg"]
-    for group in groups:
-        members = frozenset(group)
+    for members in groups:
         for kind in kinds:
             partial = Partial(kind)
             yield Strategy(
@@ -293,12 +294,16 @@ _table: dict[OpOverload, OpRule] = {}
 _by_tag: list[tuple[torch.Tag, OpRule]] = []
 
 
+def _overload_names(packet: object) -> list[str]:
+    names: list[str] = packet.overloads()  # type: ignore[attr-defined]
+    return names
+
+
 def _overloads(ops: object) -> Iterator[OpOverload]:
     if isinstance(ops, type(torch.ops.aten.add.Tensor)):
         yield ops
     elif isinstance(ops, type(torch.ops.aten.add)):
-        for name in ops.overloads():
-            yield getattr(ops, name)
+        yield from (getattr(ops, name) for name in _overload_names(ops))
     elif isinstance(ops, Iterable):
         for op in ops:
             yield from _overloads(op)
@@ -342,7 +347,7 @@ def register_rule(
     else:
         groups = tuple(frozenset(group) for group in linear)
 
-        def find_linear(_call: OpCall) -> Iterable[Iterable[int]]:
+        def find_linear(_call: OpCall) -> Iterable[frozenset[int]]:
             return groups
 
     entry = OpRule(rule, local, find_linear, zipped)

@@ -58,7 +58,7 @@ def product(equation: str, addend: str | None = None) -> Rule:
 
 
 def _groups(*groups: Sequence[int]) -> LinearFinder:
-    def find(call: OpCall) -> Iterable[Iterable[int]]:
+    def find(call: OpCall) -> Iterable[frozenset[int]]:
         return linear_in(call, groups)
 
     return find
@@ -96,7 +96,7 @@ def _linear(call: OpCall) -> Iterator[Strategy]:
     )
 
 
-def _linear_groups(call: OpCall) -> Iterable[Iterable[int]]:
+def _linear_groups(call: OpCall) -> Iterable[frozenset[int]]:
     bias = [2] if len(call.tensors) > 2 else []
     return linear_in(call, [[0, *bias], [1, *bias]])
 

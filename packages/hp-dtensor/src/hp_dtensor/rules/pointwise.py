@@ -236,10 +236,8 @@ def linear_by_name(name: str) -> LinearFinder:
 
 
 def _linear(call: OpCall) -> Iterator[frozenset[int]]:
-    name = packet_name(call)
-    yield from linear_by_name(name)(call)
-    if name.startswith("masked_fill") and call.arg(2, "value") == 0:
-        yield from linear_in(call, FIRST)
+    """Linearity never depends on the value of a number, so that plans need not either."""
+    yield from linear_by_name(packet_name(call))(call)
 
 
 # --- filling ----------------------------------------------------------------------------------

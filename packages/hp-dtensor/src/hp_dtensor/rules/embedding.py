@@ -1,0 +1,148 @@
+"""Lookups in a table of which each coordinate holds some rows.
+
+The idea: an index whose row lives elsewhere gives zeros here, so the lookups of all coordinates
+sum to the whole answer. The gradient of the table needs no communication at all: each coordinate
+adds up what falls on its own rows.
+
+The rule: indices speak about the whole table, and so does ``padding_idx``. An index that the whole
+table lacks is passed on as one that the local rows lack too, so that the operator itself raises
+as it does on one device. A frequency (``scale_grad_by_freq``) is counted over all indices.
+
+The design not taken: a Partial that carries its mask along. Its value depends on state that two
+equal layouts would not share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.rules._labels import Dims, label_strategies
+from hp_dtensor.rules._registry import LocalCall, OpCall, Strategy, aten_ops, register_rule
+from hp_dtensor.rules.pointwise import linear_in
+
+__all__ = ["localize_index"]
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+def localize_index(
+    index: torch.Tensor, intervals: Intervals, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn global indices into positions among the local ones.
+
+    Args:
+        index: Indices of any integer dtype in ``[-size, size)``.
+        intervals: The half-open intervals of global indices that are held here, in order.
+        size: Number of global indices.
+
+    Returns:
+        The local positions (0 where the index is held elsewhere, the number of local indices
+        where no coordinate holds it) and a mask of those held elsewhere.
+
+    Example:
+        >>> import torch
+        >>> position, foreign = localize_index(torch.tensor([0, 2, 3, -1]), ((2, 4),), 4)
+        >>> position.tolist(), foreign.tolist()
+        ([0, 0, 1, 1], [True, False, False, False])
+    """
+    index = torch.where(index < 0, index + size, index)
+    position = torch.zeros_like(index)
+    foreign = torch.ones_like(index, dtype=torch.bool)
+    held = 0
+    for start, end in intervals:
+        inside = (index >= start) & (index < end)
+        position = torch.where(inside, index - (start - held), position)
+        foreign &= ~inside
+        held += end - start
+    nowhere = (index < 0) | (index >= size)
+    return position.masked_fill_(nowhere, held), foreign & ~nowhere
+
+
+def _embedding(call: OpCall) -> Iterator[Strategy]:
+    """Cut the indices, the width of the rows, or the rows themselves (the result is a sum)."""
+    indices = call.tensors[1]
+    lead: Dims = [("index", dim) for dim in range(len(indices.shape))]
+    yield from label_strategies(call, [["row", "width"], lead], [[*lead, "width"]])
+
+
+def _embedding_local(local: LocalCall) -> Callable[..., object]:
+    call = local.call
+    rows = call.tensors[0].shape[0]
+    intervals = local.input_boxes[0][0]
+    if local.input_local_shapes[0][0] == rows:
+        return call.op
+
+    def run(weight: torch.Tensor, indices: torch.Tensor, *_static: object) -> torch.Tensor:
+        position, foreign = localize_index(indices, intervals, rows)
+        if not weight.shape[0]:
+            # No local row, so nothing to look up: one row of zeros keeps the check of the index.
+            weight = weight.new_zeros((1, *weight.shape[1:]))
+            position = position.clamp_min(0) + (position > 0).to(position.dtype)
+        found = torch.nn.functional.embedding(position, weight)
+        return found.masked_fill_(foreign.unsqueeze(-1), 0)
+
+    return run
+
+
+def _embedding_backward(call: OpCall) -> Iterator[Strategy]:
+    """``(grad, indices, num_weights, padding_idx, scale_grad_by_freq)``."""
+    indices = call.tensors[1]
+    lead: Dims = [("index", dim) for dim in range(len(indices.shape))]
+    by_frequency = bool(call.arg(4, "scale_grad_by_freq", False))
+    yield from label_strategies(
+        call,
+        [[*lead, "width"], lead],
+        [["row", "width"]],
+        labels=["width"] if by_frequency else [*lead, "width"],
+    )
+    # Replicated before cut: the layout of the table is not known here, and a gradient that is cut
+    # although the table is not would have to be gathered.
+    yield Strategy((Replicate(),), (Replicate(), Replicate()))
+    yield Strategy((Shard(0),), (Replicate(), Replicate()))
+
+
+def _embedding_backward_local(local: LocalCall) -> Callable[..., object]:
+    call = local.call
+    box = local.output_boxes[0]
+    rows = call.output.shape[0]
+    shape = local.output_local_shapes[0] or (0, 0)
+    if box is None or shape[0] == rows:
+        return call.op
+    intervals = box[0]
+
+    def run(
+        grad: torch.Tensor,
+        indices: torch.Tensor,
+        _rows: int,
+        padding: int,
+        by_frequency: bool,
+    ) -> torch.Tensor:
+        position, foreign = localize_index(indices, intervals, rows)
+        # A row that is held elsewhere and the padding row both receive nothing: one row more,
+        # which is cut off again, stands for both.
+        lost = foreign if padding < 0 else foreign | (indices == padding)
+        position = position.masked_fill_(lost, shape[0])
+        found: torch.Tensor = torch.ops.aten.embedding_dense_backward(
+            grad, position, shape[0] + 1, -1, by_frequency
+        )
+        return found[: shape[0]]
+
+    return run
+
+
+def _linear_table(call: OpCall) -> Iterator[frozenset[int]]:
+    return linear_in(call, [[0]])
+
+
+register_rule(
+    aten_ops("embedding.default"), _embedding, local=_embedding_local, linear=_linear_table
+)
+register_rule(
+    aten_ops("embedding_dense_backward.default"),
+    _embedding_backward,
+    local=_embedding_backward_local,
+    linear=_linear_table,
+)
