@@ -144,14 +144,14 @@ class GroupRegistry:
                 (ranks, GroupConfig()), GroupRecord(ranks, backend, label, group)
             )
 
-    def release(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Destroy *groups*, except the world's, and forget them."""
+    def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Abort and destroy *groups*, except the world's, and forget them."""
         with self._lock:
-            for key, record in list(self._records.items()):
-                if record.group in groups and record.group is not self._world:
-                    del self._records[key]
-                    if _torch.is_alive(record.group):
-                        dist.destroy_process_group(record.group)
+            self._records = {k: r for k, r in self._records.items() if r.group not in groups}
+            for group in groups:
+                if group is not self._world and _torch.is_alive(group):
+                    group.abort()
+                    dist.destroy_process_group(group)
             for forget in self._listeners:
                 forget()
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from . import _torch, arguments, axes
 from .axes import Axis, RankMap
 from .current import pop, push
+from .drawing import describe, draw, draw_svg
 from .errors import (
     AxisError,
     AxisRequiredError,
@@ -427,6 +428,176 @@ class DeviceMesh(_torch.TorchMesh):
             raise self._outside()
         return axes.base(self._axes, position)
 
+    def group_state(self, mesh_dim: AxisKey) -> str:
+        """Say in a word how the group of an axis is: made or not, and with which backend."""
+        index = self._index(mesh_dim)
+        if not self._family.with_groups:
+            return "none (init_backend=False)"
+        if self._coordinate_on_dim is None:
+            return "none (rank not in mesh)"
+        registry.refresh()
+        group = self._groups.get(index)
+        if group is None:
+            backend = self._configs[index].backend
+            return f"not made yet{f' ({backend})' if backend else ''}"
+        return f"{dist.get_backend(group)}, named {_torch.group_name(group)}"
+
+    def describe(self) -> str:
+        """Return the axes, the grid of ranks and the process groups as text; makes no group.
+
+        Example:
+            >>> from hp_mesh import DeviceMesh
+            >>> print(DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False,
+            ...                  _rank=0).describe().split("\\n")[0])
+            DeviceMesh((tp=2), 'cpu', stride=(1,))
+        """
+        return describe(self)
+
+    def draw(self) -> str:
+        """Return the grid of ranks as text, with this process's rank in brackets."""
+        return draw(self)
+
+    def draw_svg(self) -> str:
+        """Return the grid of ranks as an SVG image."""
+        return draw_svg(self)
+
+    def abort(self) -> None:
+        """Abort the process groups that this root and its derived meshes have made; make none.
+
+        For when a rank is gone and the others must not hang. The world's own group stays.
+
+        Raises:
+            MeshError: on a mesh that is not a root, as others may use the same groups.
+        """
+        if self._root_mesh is not None:
+            message = "abort() is for a root mesh: call mesh.root_mesh.abort()."
+            raise MeshError(message)
+        registry.refresh()
+        meshes = [self, *self._family.derived.values()]
+        groups = [group for mesh in meshes for group in mesh._groups.values()]
+        registry.abort(groups)
+
+    # HyperParallel's questions.
+
+    def assert_axis(self, axis: str, operate_name: str = "the mesh") -> None:
+        """Raise unless *axis* is the name of an axis.
+
+        Raises:
+            UnnamedMeshError: (a `RuntimeError`) if the mesh has no axis names.
+            AxisError: (a `ValueError`) if it has others.
+        """
+        if self._mesh_dim_names is None:
+            message = f"{operate_name} needs axis names; give the mesh mesh_dim_names."
+            raise UnnamedMeshError(message)
+        if axis not in self._mesh_dim_names:
+            raise AxisError(
+                f"{operate_name}: the mesh has no axis {axis!r}; it has {self._mesh_dim_names}.",
+                asked=axis,
+                legal=self._mesh_dim_names,
+            )
+
+    def axis_index(self, axis: str) -> int:
+        """Return the place of *axis*, counted from the outermost: `axis_id` counts the other way."""
+        self.assert_axis(axis, "axis_index()")
+        return self._index(axis)
+
+    def axis_id(self, axis: str) -> int:
+        """Return the place of *axis*, counted from the innermost; ``"None"`` is -1.
+
+        Example:
+            >>> from hp_mesh import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
+            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh.axis_id("dp"), mesh.axis_id("tp"), mesh.axis_id("None"), mesh.axis_index("dp")
+            (1, 0, -1, 0)
+        """
+        if axis == "None":
+            return -1
+        self.assert_axis(axis, "axis_id()")
+        return self.ndim - 1 - self._index(axis)
+
+    @property
+    def interleaved_parallel(self) -> bool:
+        """Whether the last axis has the reserved name ``"interleaved_parallel"``.
+
+        It is an axis like any other: it takes ranks, and nothing is split inside one device.
+        """
+        return bool(self._mesh_dim_names) and self._mesh_dim_names[-1] == "interleaved_parallel"
+
+    def get_device_num_along_axis(self, axis: str) -> int:
+        """Return the size of the axis named *axis*."""
+        self.assert_axis(axis, "get_device_num_along_axis()")
+        return self.size(axis)
+
+    def get_rank_list_along_axis(self, mesh_dim: AxisKey) -> list[int]:
+        """Return the global ranks that differ from this rank on one axis only, in coordinate order.
+
+        Raises:
+            AxisError: (a `ValueError`) for an axis the mesh does not have.
+            NoGroupError: (a `ValueError`) if this rank is not in the mesh.
+        """
+        return list(self._ranks_along(self._index(mesh_dim)))
+
+    def get_devices_for_axis(self, mesh_dim: AxisKey, rank: int) -> list[int]:
+        """Return the global ranks that differ from *rank* on one axis only, in coordinate order.
+
+        Example:
+            >>> from hp_mesh import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
+            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh.get_devices_for_axis("dp", 2)
+            [2, 6]
+        """
+        index = self._index(mesh_dim)
+        if rank not in self.rank_list:
+            message = f"Rank {rank} is not in the mesh {self._described()} of ranks {self.rank_list}."
+            raise MeshError(message)
+        return list(self._ranks_along(index, rank))
+
+    def get_comm_group_by_axis(self, mesh_dim: AxisKey | None = None) -> dist.ProcessGroup:
+        """Return `get_group`: HyperParallel's spelling."""
+        return self.get_group(mesh_dim)
+
+    def get_global_shape(
+        self, slice_shape: Sequence[int], tensor_map: Sequence[int | Sequence[int]] | None
+    ) -> tuple[int, ...]:
+        """Return the global shape of evenly sharded local tensors of *slice_shape*.
+
+        Args:
+            slice_shape: the local shape.
+            tensor_map: per tensor dim, the axis that shards it, counted from the innermost as by
+                `axis_id`, -1 for none, or a tuple of these.
+
+        Raises:
+            MeshError: (a `ValueError`) if the lengths differ or an entry is no axis.
+
+        Example:
+            >>> from hp_mesh import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
+            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh.get_global_shape((3, 5), ((1, 0), -1))
+            (24, 5)
+        """
+        if tensor_map is None or len(tensor_map) != len(slice_shape):
+            message = (
+                f"tensor_map must have one entry per dim of slice_shape {tuple(slice_shape)}, got "
+                f"{tensor_map!r}."
+            )
+            raise MeshError(message)
+        result: list[int] = []
+        for size, entry in zip(slice_shape, tensor_map, strict=True):
+            full = size
+            for axis in (entry,) if isinstance(entry, int) else entry:
+                if not -1 <= axis < self.ndim:
+                    message = (
+                        f"tensor_map names axes 0 to {self.ndim - 1} from the innermost, or -1; got "
+                        f"{axis}."
+                    )
+                    raise MeshError(message)
+                full *= 1 if axis == -1 else self.shape[self.ndim - 1 - axis]
+            result.append(full)
+        return tuple(result)
+
     # Axis keys.
 
     def _index(self, key: object) -> int:
@@ -489,6 +660,16 @@ class DeviceMesh(_torch.TorchMesh):
             mesh = DeviceMesh._make(self._device_type, mesh_axes, names, configs, family, root)
             family.derived[key] = mesh
         return mesh
+
+    def _name_axis(self, name: str, axis: Axis) -> None:
+        """Make *axis* known to this root by *name*, as `flatten` does."""
+        self._flatten_mapping[name] = self._derive(
+            (axis,), (name,), (self._config_of(axis) or GroupConfig(),)
+        )
+
+    def _config_of(self, axis: Axis) -> GroupConfig | None:
+        """Return how the groups of *axis* are made, if it is one of ours."""
+        return self._configs[self._axes.index(axis)] if axis in self._axes else None
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh of the named axes that this rank is in: the same object each time.
