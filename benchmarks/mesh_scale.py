@@ -15,12 +15,10 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 
-import torch
+import hp_mesh
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import hp_mesh
 
 NAMES = ("pp", "dp", "tp")
 Make = Callable[..., torch_mesh.DeviceMesh]
@@ -63,7 +61,9 @@ def fresh_world(size: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
 
-def seconds(what: Callable[[Make, tuple[int, ...]], object], make: Make, shape: tuple[int, ...]) -> float:
+def seconds(
+    what: Callable[[Make, tuple[int, ...]], object], make: Make, shape: tuple[int, ...]
+) -> float:
     """Time *what* in a world of its own, so that no cache answers."""
     fresh_world(shape[0] * shape[1] * shape[2])
     start = time.perf_counter()
@@ -95,7 +95,10 @@ def import_cost(rounds: int) -> tuple[float, list[str]]:
     )
     answers = [
         subprocess.run(  # noqa: S603 - our own interpreter
-            [sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True
+            [sys.executable, "-W", "ignore", "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.split()
         for _ in range(rounds)
     ]
@@ -121,7 +124,9 @@ def main(*, quick: bool) -> None:
         print(f"  {what.__name__:18} {ratio:7.3f}")
     huge = (8, 16, 8) if quick else (64, 128, 16)
     took, peak = large(huge)
-    print(f"mesh of {huge}, slices and groups: {took:.3f} s, {peak:.1f} MB of Python objects at peak")
+    print(
+        f"mesh of {huge}, slices and groups: {took:.3f} s, {peak:.1f} MB of Python objects at peak"
+    )
     added, heavy = import_cost(1 if quick else 5)
     print(f"import hp_mesh adds {added:.0f} ms to import torch; heavy imports: {heavy or 'none'}")
     dist.destroy_process_group()

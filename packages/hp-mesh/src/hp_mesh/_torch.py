@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -21,12 +21,15 @@ from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
     from torch.distributed import _functional_collectives as functional
-    from torch.distributed._mesh_layout import _MeshLayout as TorchLayout
+    from torch.distributed._mesh_layout import _MeshLayout
 
     from .axes import Axis
 
+    GroupName = c10d.GroupName
     Options = C10dBackend.Options
+    TorchLayout = _MeshLayout
 else:
+    GroupName = str
     TorchLayout = object
     Options = object
 
@@ -62,12 +65,12 @@ def is_options(value: object) -> TypeGuard[Options]:
 
 def default_store() -> dist.Store:
     """Return the store of the world: the one channel that works before a group does."""
-    return cast("dist.Store", c10d._get_default_store())
+    return c10d._get_default_store()
 
 
 def default_timeout(backend: str) -> timedelta:
     """Return the timeout torch would give a new group; `new_group` resolves it the same way."""
-    return cast("timedelta", c10d._get_default_timeout(c10d.Backend(backend)))
+    return c10d._get_default_timeout(c10d.Backend(backend))
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -122,9 +125,18 @@ def create_group(
     return group
 
 
-def group_name(group: dist.ProcessGroup) -> str:
+def base_group(mesh: TorchMesh, mesh_dim: int | str | None) -> dist.ProcessGroup:
+    """Return the group as torch's own method does, in words that torch.compile traces."""
+    return TorchMesh.get_group(mesh, mesh_dim)
+
+
+base_hash = cast("Callable[[TorchMesh], int]", TorchMesh.__hash__)
+"""Torch's hash of a mesh, kept on the mesh; a mesh of ours and an equal one of torch's must agree."""
+
+
+def group_name(group: dist.ProcessGroup) -> GroupName:
     """Return the name under which torch's functional collectives find *group*."""
-    return str(group.group_name)
+    return c10d.GroupName(group.group_name)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -146,7 +158,7 @@ def _layout_class() -> type[TorchLayout]:
 
 def make_layout(axes: Sequence[Axis]) -> TorchLayout:
     """Return torch's layout of *axes*, equal to what torch builds for the same mesh."""
-    layout = _layout_class()
+    layout = cast("Callable[..., TorchLayout]", _layout_class())
     if is_layout_flat():
         from torch.distributed._mesh_layout import _FlatLayout
 
@@ -193,7 +205,9 @@ def strided_view(
         return ranks.as_strided(sizes, strides, start).reshape(shape)
 
 
-def plain_mesh(mesh: TorchMesh, root: TorchMesh | None, names: list[str] | None) -> TorchMesh:
+def plain_mesh(
+    mesh: TorchMesh, root: TorchMesh | None, names: Sequence[GroupName] | None
+) -> TorchMesh:
     """Return a base torch mesh equal to *mesh*; torch's constructor takes layout and rank map privately."""
     plain = TorchMesh(
         mesh._device_type,
@@ -239,9 +253,9 @@ def select_device(device_type: str) -> None:
         module.set_device(local)
 
 
-def allow_unpickling(objects: list[object]) -> None:
+def allow_unpickling(objects: list[Callable[..., object]]) -> None:
     """Let `torch.load(weights_only=True)` read a DTensor checkpoint with our meshes in it."""
-    torch.serialization.add_safe_globals(objects)
+    torch.serialization.add_safe_globals([*objects])
 
 
 def push_current(mesh: TorchMesh) -> None:
@@ -306,5 +320,5 @@ def lazily_waited(tensor: torch.Tensor) -> torch.Tensor:
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor behind a lazily waited one, and any other tensor as it is."""
     if isinstance(tensor, functional.AsyncCollectiveTensor):
-        return cast("torch.Tensor", tensor.trigger_wait())
+        return cast("Callable[[], torch.Tensor]", tensor.trigger_wait)()
     return tensor

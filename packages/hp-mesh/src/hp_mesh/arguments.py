@@ -96,7 +96,9 @@ def check_names(names: object, ndim: int) -> tuple[str, ...] | None:
         raise MeshTypeError(message)
     for name in names:
         if not isinstance(name, str) or not name:
-            message = f"mesh_dim_names must hold non-empty strings, got {name!r} in {tuple(names)}."
+            message = (
+                f"mesh_dim_names must hold non-empty strings, got {name!r} in {tuple(names)}."
+            )
             raise MeshError(message)
     if len(names) != ndim:
         message = (
@@ -115,6 +117,15 @@ def check_names(names: object, ndim: int) -> tuple[str, ...] | None:
         )
         raise MeshError(message)
     return tuple(names)
+
+
+def read_names(names: object) -> tuple[str, ...]:
+    """Return one axis name or several as a tuple."""
+    listed = (names,) if isinstance(names, str) else names
+    if not isinstance(listed, tuple | list) or not all(isinstance(n, str) for n in listed):
+        message = f"A mesh is sliced by axis names, got {names!r}."
+        raise MeshTypeError(message)
+    return tuple(listed)
 
 
 def check_rank_list(rank_list: object, total: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -195,13 +206,9 @@ def group_configs(
     backends = _per_axis("backend_override", ndim, names, backend_override)
     common = timeout if isinstance(timeout, timedelta) else None
     if timeout is not None and common is None and not isinstance(timeout, Mapping):
-        message = (
-            f"timeout must be a timedelta, or a dict of them by axis name or index, got {timeout!r}."
-        )
+        message = f"timeout must be a timedelta, or a dict of them by axis name or index, got {timeout!r}."
         raise MeshTypeError(message)
-    timeouts = _per_axis(
-        "timeout", ndim, names, timeout if isinstance(timeout, Mapping) else None
-    )
+    timeouts = _per_axis("timeout", ndim, names, timeout if isinstance(timeout, Mapping) else None)
     return tuple(
         _config(backends.get(axis), timeouts.get(axis, common), axis) for axis in range(ndim)
     )

@@ -206,7 +206,11 @@ class RankMap:
     """Which global rank sits at each position: a range, or a list where it is no range.
 
     Example:
-        >>> RankMap.of([4, 5, 6, 7]).position(6), RankMap.of([3, 1]).rank(0), len(RankMap.of([3, 1]))
+        >>> (
+        ...     RankMap.of([4, 5, 6, 7]).position(6),
+        ...     RankMap.of([3, 1]).rank(0),
+        ...     len(RankMap.of([3, 1])),
+        ... )
         (2, 3, 2)
     """
 

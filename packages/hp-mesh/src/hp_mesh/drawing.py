@@ -39,8 +39,15 @@ def draw(mesh: DeviceMesh) -> str:
 
     Example:
         >>> from hp_mesh import DeviceMesh
-        >>> print(DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"),
-        ...                  _init_backend=False, _rank=2).draw())
+        >>> print(
+        ...     DeviceMesh(
+        ...         "cpu",
+        ...         [[0, 1], [2, 3]],
+        ...         mesh_dim_names=("dp", "tp"),
+        ...         _init_backend=False,
+        ...         _rank=2,
+        ...     ).draw()
+        ... )
              tp=0  tp=1
         dp=0    0     1
         dp=1  [2]     3
@@ -76,9 +83,7 @@ def draw_svg(mesh: DeviceMesh) -> str:
                         f'fill="{fill}" stroke="#5b6b7f"/>'
                     )
                 label = cell.strip("[]")
-                parts.append(
-                    _text(x + (width - 4) // 2, y + (height - 4) // 2, label, "middle")
-                )
+                parts.append(_text(x + (width - 4) // 2, y + (height - 4) // 2, label, "middle"))
         top += len(block.rows) * height + gap
         right = max(right, gap + len(block.rows[0]) * width + gap)
     body = "\n".join(parts)

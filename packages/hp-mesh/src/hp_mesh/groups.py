@@ -235,7 +235,7 @@ def _default_timeout(backend: str, world: dist.ProcessGroup) -> timedelta:
 def _short(ranks: Sequence[int]) -> str:
     """Write *ranks* in a line, whatever their number."""
     shown = list(ranks)
-    if len(shown) <= 16:  # noqa: PLR2004 - what fits in a line
+    if len(shown) <= 16:
         return str(shown)
     return f"[{', '.join(map(str, shown[:8]))}, ..., {shown[-1]}] ({len(shown)} ranks)"
 
@@ -321,9 +321,7 @@ class Meeting:
     def _tell(self, turn: int) -> None:
         """Leave word that we wait here, and for what."""
         ranks = ",".join(map(str, self._ranks))
-        self._store.set(
-            f"hp_mesh/waits/{self._rank}", f"{self._identity}\n{self._label}\n{ranks}"
-        )
+        self._store.set(f"hp_mesh/waits/{self._rank}", f"{self._identity}\n{self._label}\n{ranks}")
         self._store.set(self._key(turn, self._rank), "1")
 
     def _look(self, turn: int, *, out_of_time: bool) -> None:
@@ -363,8 +361,10 @@ class Meeting:
             return ""
         sides = sorted(
             [
-                f"rank {self._rank} asks for the group of {self._label} with ranks "
-                f"{_short(self._ranks)}",
+                (
+                    f"rank {self._rank} asks for the group of {self._label} with ranks "
+                    f"{_short(self._ranks)}"
+                ),
                 f"rank {peer} asks for the group of {label} with ranks {_short(ranks)}",
             ]
         )

@@ -13,6 +13,8 @@ Not taken: wrapping a torch mesh, which FSDP2, DTensor and torch.compile would n
 own constructor, which lists every rank several times per slice and makes groups.
 """
 
+# ruff: noqa: SLF001 - a mesh reads the inner parts of other meshes: its root's, its slices'
+
 from __future__ import annotations
 
 import math
@@ -43,7 +45,7 @@ from .groups import GroupConfig, registry
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ._torch import TorchLayout
+    from ._torch import GroupName, TorchLayout
     from .arguments import BackendChoice, RanksLike
 
 AxisKey: TypeAlias = int | str
@@ -55,9 +57,7 @@ class _Family:
 
     __slots__ = ("derived", "fixed_rank", "given", "ranks", "root", "with_groups")
 
-    def __init__(
-        self, ranks: RankMap, fixed_rank: int | None, *, with_groups: bool
-    ) -> None:
+    def __init__(self, ranks: RankMap, fixed_rank: int | None, *, with_groups: bool) -> None:
         self.ranks = ranks
         self.fixed_rank = fixed_rank
         self.with_groups = with_groups
@@ -100,8 +100,9 @@ class DeviceMesh(_torch.TorchMesh):
 
     Example:
         >>> from hp_mesh import DeviceMesh
-        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"),
-        ...                   _init_backend=False, _rank=2)
+        >>> mesh = DeviceMesh(
+        ...     "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=2
+        ... )
         >>> mesh, mesh["tp"].rank_list, mesh.get_coordinate()
         (DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), (2, 3), (1, 0))
     """
@@ -175,7 +176,7 @@ class DeviceMesh(_torch.TorchMesh):
         self._thread_id = None
         self._preserve_rank_order = not family.ranks.is_sorted
         self._hash = None
-        self._flatten_mapping: dict[str, TorchMesh] = {}
+        self._flatten_mapping: dict[str, _torch.TorchMesh] = {}
         self._pg_registry = {} if root is None else root._pg_registry
         self._groups: dict[int, dist.ProcessGroup] = {}
         if root is None:
@@ -220,8 +221,13 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"),
-            ...                         rank_list=(3, 2, 1, 0), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 2),
+            ...     mesh_dim_names=("dp", "tp"),
+            ...     rank_list=(3, 2, 1, 0),
+            ...     init_backend=False,
+            ... )
             >>> mesh.rank_list
             (3, 2, 1, 0)
         """
@@ -250,8 +256,13 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 4),
+            ...     mesh_dim_names=("dp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> mesh.size(), mesh.size("tp"), mesh.size(0)
             (8, 4, 2)
         """
@@ -285,14 +296,14 @@ class DeviceMesh(_torch.TorchMesh):
             raise self._outside()
         return coordinate[index]
 
-    # What torch code reads.
+    # What torch code reads. There these are attributes, and mypy wants them written to; nobody does.
 
     @cached_property
-    def _rank(self) -> int:
+    def _rank(self) -> int:  # type: ignore[override]
         return self._family.rank()
 
     @cached_property
-    def _coordinate_on_dim(self) -> tuple[int, ...] | None:
+    def _coordinate_on_dim(self) -> tuple[int, ...] | None:  # type: ignore[override]
         position = self._family.ranks.position(self._rank)
         if position is None:
             return None
@@ -302,11 +313,11 @@ class DeviceMesh(_torch.TorchMesh):
         return tuple(axis.coordinate(position) for axis in self._axes)
 
     @cached_property
-    def _layout(self) -> TorchLayout:
+    def _layout(self) -> TorchLayout:  # type: ignore[override]
         return _torch.make_layout(self._axes)
 
     @cached_property
-    def _rank_map(self) -> torch.Tensor:
+    def _rank_map(self) -> torch.Tensor:  # type: ignore[override]
         if self._root_mesh is not None:
             return self._family.root._rank_map
         ranks = self._family.ranks
@@ -316,13 +327,13 @@ class DeviceMesh(_torch.TorchMesh):
         return _torch.host_ranks(ranks.ranks())
 
     @cached_property
-    def _flatten_rank_map(self) -> tuple[int, ...]:
+    def _flatten_rank_map(self) -> tuple[int, ...]:  # type: ignore[override]
         if self._root_mesh is not None:
             return self._family.root._flatten_rank_map
         return self._family.ranks.ranks()
 
     @cached_property
-    def _dim_group_names(self) -> list[str]:
+    def _dim_group_names(self) -> list[GroupName]:  # type: ignore[override]
         if not self._family.with_groups:
             message = "_dim_group_names: the mesh was made with init_backend=False"
             raise AttributeError(message)
@@ -350,7 +361,7 @@ class DeviceMesh(_torch.TorchMesh):
             GroupError: (a `RuntimeError`) if a member died or asked for another group.
         """
         if _torch.is_compiling():
-            return _torch.TorchMesh.get_group(self, mesh_dim)
+            return _torch.base_group(self, mesh_dim)
         registry.refresh()
         if mesh_dim is None or isinstance(mesh_dim, int):
             index = self._only(mesh_dim, "get_group")
@@ -443,12 +454,15 @@ class DeviceMesh(_torch.TorchMesh):
         return f"{dist.get_backend(group)}, named {_torch.group_name(group)}"
 
     def describe(self) -> str:
-        """Return the axes, the grid of ranks and the process groups as text; makes no group.
+        r"""Return the axes, the grid of ranks and the process groups as text; makes no group.
 
         Example:
             >>> from hp_mesh import DeviceMesh
-            >>> print(DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False,
-            ...                  _rank=0).describe().split("\\n")[0])
+            >>> print(
+            ...     DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+            ...     .describe()
+            ...     .split("\\n")[0]
+            ... )
             DeviceMesh((tp=2), 'cpu', stride=(1,))
         """
         return describe(self)
@@ -506,8 +520,13 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 4),
+            ...     mesh_dim_names=("dp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> mesh.axis_id("dp"), mesh.axis_id("tp"), mesh.axis_id("None"), mesh.axis_index("dp")
             (1, 0, -1, 0)
         """
@@ -522,7 +541,7 @@ class DeviceMesh(_torch.TorchMesh):
 
         It is an axis like any other: it takes ranks, and nothing is split inside one device.
         """
-        return bool(self._mesh_dim_names) and self._mesh_dim_names[-1] == "interleaved_parallel"
+        return (self._mesh_dim_names or ("",))[-1] == "interleaved_parallel"
 
     def get_device_num_along_axis(self, axis: str) -> int:
         """Return the size of the axis named *axis*."""
@@ -543,14 +562,21 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 4),
+            ...     mesh_dim_names=("dp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> mesh.get_devices_for_axis("dp", 2)
             [2, 6]
         """
         index = self._index(mesh_dim)
         if rank not in self.rank_list:
-            message = f"Rank {rank} is not in the mesh {self._described()} of ranks {self.rank_list}."
+            message = (
+                f"Rank {rank} is not in the mesh {self._described()} of ranks {self.rank_list}."
+            )
             raise MeshError(message)
         return list(self._ranks_along(index, rank))
 
@@ -573,8 +599,13 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 4),
+            ...     mesh_dim_names=("dp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> mesh.get_global_shape((3, 5), ((1, 0), -1))
             (24, 5)
         """
@@ -683,16 +714,17 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 2, 2),
+            ...     mesh_dim_names=("dp", "cp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> mesh["dp", "tp"].shape, mesh["tp"] is mesh["tp"]
             ((2, 2), True)
         """
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
-        if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
-            message = f"A mesh is sliced by axis names, got {mesh_dim_names!r}."
-            raise MeshTypeError(message)
-        names = tuple(names)
+        names = arguments.read_names(mesh_dim_names)
         if self._mesh_dim_names is None:
             message = (
                 "Cannot slice a mesh without axis names; give it mesh_dim_names when it is made."
@@ -751,14 +783,21 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"),
-            ...                         rank_list=range(6), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 3),
+            ...     mesh_dim_names=("dp", "tp"),
+            ...     rank_list=range(6),
+            ...     init_backend=False,
+            ... )
             >>> mesh.permute("tp", "dp").mesh.tolist()
             [[0, 3], [1, 4], [2, 5]]
         """
         if len(set(mesh_dim_names)) != len(mesh_dim_names) or not mesh_dim_names:
             legal = self._mesh_dim_names or ()
-            message = f"permute() takes each axis once, got {mesh_dim_names}; the mesh has {legal}."
+            message = (
+                f"permute() takes each axis once, got {mesh_dim_names}; the mesh has {legal}."
+            )
             raise AxisError(message, asked=mesh_dim_names, legal=legal)
         picked = [self._index(name) for name in mesh_dim_names]
         return self._derive(
@@ -783,8 +822,13 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 2, 2),
+            ...     mesh_dim_names=("dp", "cp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> mesh["dp", "cp"].flatten("loss").shape, mesh["loss"].mesh_dim_names
             ((4,), ('loss',))
         """
@@ -844,8 +888,9 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import init_device_mesh
-            >>> world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",),
-            ...                          rank_list=range(8), init_backend=False)
+            >>> world = init_device_mesh(
+            ...     "cpu", (8,), mesh_dim_names=("world",), rank_list=range(8), init_backend=False
+            ... )
             >>> world.unflatten("world", (2, 4), ("dp", "tp")).shape
             (2, 4)
         """
@@ -883,7 +928,7 @@ class DeviceMesh(_torch.TorchMesh):
         """Return `flatten`: torch's spelling."""
         return self.flatten(mesh_dim_name, backend_override)
 
-    def _unflatten(
+    def _unflatten(  # type: ignore[override]  # a Mapping takes every dict torch's may
         self,
         dim: AxisKey,
         mesh_sizes: Sequence[int],
@@ -903,8 +948,13 @@ class DeviceMesh(_torch.TorchMesh):
 
         Example:
             >>> from hp_mesh import DeviceMesh, init_device_mesh
-            >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"),
-            ...                         rank_list=range(8), init_backend=False)
+            >>> mesh = init_device_mesh(
+            ...     "cpu",
+            ...     (2, 2, 2),
+            ...     mesh_dim_names=("dp", "cp", "tp"),
+            ...     rank_list=range(8),
+            ...     init_backend=False,
+            ... )
             >>> DeviceMesh.concatenate([mesh["dp"], mesh["tp"]]) is mesh["dp", "tp"]
             True
         """
@@ -944,7 +994,9 @@ class DeviceMesh(_torch.TorchMesh):
         """Return `concatenate`: torch's spelling."""
         return DeviceMesh.concatenate(device_mesh_list)
 
-    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+    def _get_all_submeshes(  # type: ignore[override]  # ours, which are torch's too
+        self, mesh_dim_name: str
+    ) -> list[DeviceMesh]:
         """Return the 1-D meshes along an axis, those of other ranks too."""
         index = self._index(mesh_dim_name)
         axis = self._axes[index]
@@ -952,9 +1004,7 @@ class DeviceMesh(_torch.TorchMesh):
         found: list[DeviceMesh] = []
         for start in axes.complement((axis,), len(family.ranks)).offsets():
             ranks = family.ranks.ranks([start + offset for offset in axis.offsets()])
-            child = _Family(
-                RankMap.of(ranks), family.fixed_rank, with_groups=family.with_groups
-            )
+            child = _Family(RankMap.of(ranks), family.fixed_rank, with_groups=family.with_groups)
             child.given = family.given
             found.append(
                 DeviceMesh._make(
@@ -971,7 +1021,7 @@ class DeviceMesh(_torch.TorchMesh):
     # Torch meshes and groups made elsewhere.
 
     @staticmethod
-    def from_group(
+    def from_group(  # type: ignore[override]  # torch's type is numpy's ArrayLike
         group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
         device_type: str,
         mesh: RanksLike | None = None,
@@ -1002,7 +1052,8 @@ class DeviceMesh(_torch.TorchMesh):
                     f"ranks as a grid of {len(groups)} axes."
                 )
                 raise MeshError(message)
-            shape, ranks = (len(listed[0]),), listed[0]
+            shape: tuple[int, ...] = (len(listed[0]),)
+            ranks = listed[0]
         else:
             shape, ranks = arguments.read_grid(mesh)
         if len(shape) != len(groups):
@@ -1103,7 +1154,7 @@ class DeviceMesh(_torch.TorchMesh):
 
     def __hash__(self) -> int:
         """Return the hash torch gives an equal mesh; computed once."""
-        return self._hash or _torch.TorchMesh.__hash__(self)
+        return self._hash or _torch.base_hash(self)
 
     def to_hash(self) -> tuple[tuple[int, ...], tuple[str, ...] | None, tuple[int, ...]]:
         """Return ``(shape, names, ranks)``, which identifies the mesh up to its device type."""
@@ -1198,8 +1249,9 @@ def init_device_mesh(
 
     Example:
         >>> from hp_mesh import init_device_mesh
-        >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), rank_list=range(8),
-        ...                  init_backend=False)
+        >>> init_device_mesh(
+        ...     "cpu", (2, 4), mesh_dim_names=("dp", "tp"), rank_list=range(8), init_backend=False
+        ... )
         DeviceMesh((dp=2, tp=4), 'cpu', stride=(4, 1))
     """
     device_type = arguments.check_device_type(device_type)
@@ -1312,7 +1364,7 @@ def _rebuild(
         tuple[str, ...] | None,
         tuple[tuple[str | None, timedelta | None], ...],
     ],
-    with_groups: bool,  # noqa: FBT001 - pickle passes it by position
+    with_groups: bool,
 ) -> DeviceMesh:
     """Return the mesh that was pickled: the one that is there, if it is."""
     registry.refresh()

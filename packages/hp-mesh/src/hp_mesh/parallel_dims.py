@@ -14,6 +14,8 @@ Not taken: one mesh per view (TorchTitan's), which makes the groups of equal axe
 which a name's meaning depends on the view found first.
 """
 
+# ruff: noqa: SLF001 - meshes are made from axes, which is no business of users
+
 from __future__ import annotations
 
 import math
@@ -80,7 +82,10 @@ class SeqLenDivisor(int):
     Example:
         >>> from hp_mesh import ParallelDims
         >>> dims = ParallelDims(cp=2, tp=4, dp_shard=1, world_size=8)
-        >>> dims.seq_len_divisor == 16, dims.seq_len_divisor(sequence_parallel=False, cp_balancer=True)
+        >>> (
+        ...     dims.seq_len_divisor == 16,
+        ...     dims.seq_len_divisor(sequence_parallel=False, cp_balancer=True),
+        ... )
         (True, 4)
     """
 
@@ -143,9 +148,9 @@ class ParallelDims:
     """Part of ``cp`` that exchanges heads and not blocks: gives the axes ``ring`` and ``ulysses``."""
     world_size: int = 1
     """Ranks of the job."""
-    views: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    views: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     """Further views: name to axes, outermost first; see `with_view`."""
-    extra_axes: Mapping[str, Axis] = field(default_factory=dict)
+    extra_axes: Mapping[str, Axis] = field(default_factory=dict, hash=False)
     """Further axes, made by `with_view`."""
     _built: dict[str, object] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -179,12 +184,14 @@ class ParallelDims:
         degrees: dict[str, int] = {}
         for degree, keys in _CONFIG_KEYS.items():
             for key in keys:
-                value = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+                value = (
+                    config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+                )
                 if value is not None:
                     degrees[degree] = int(value)
                     break
         ulysses = degrees.pop("ulysses_degree", None)
-        return cls(**degrees, ulysses_degree=ulysses, world_size=world_size)
+        return cls(**degrees, ulysses_degree=ulysses, world_size=world_size)  # type: ignore[arg-type]  # ints only
 
     # Degrees.
 
@@ -288,9 +295,7 @@ class ParallelDims:
         device_type = device_type or self._device_type()
         names = [name for name in _DENSE if self.degrees[name] > 1] or ["dp_shard"]
         if init_backend and dist.is_initialized() and dist.get_world_size() != self.world_size:
-            violation = (
-                f"world_size={self.world_size}, but torch.distributed runs {dist.get_world_size()} ranks"
-            )
+            violation = f"world_size={self.world_size}, but torch.distributed runs {dist.get_world_size()} ranks"
             raise ParallelDimsError(
                 f"These parallel degrees do not fit: {violation}.", violations=[violation]
             )
@@ -454,10 +459,13 @@ class ParallelDims:
         """
         degrees = self.degrees
         lines = [
-            f"world {self.world_size} = " + " * ".join(f"{name} {degrees[name]}" for name in _DENSE),
+            f"world {self.world_size} = "
+            + " * ".join(f"{name} {degrees[name]}" for name in _DENSE),
             f"experts: efsdp {degrees['efsdp']} * ep {self.ep} * etp {self.etp}",
-            f"batch {degrees['batch']}, loss over {degrees['loss']}, fsdp over {degrees['fsdp']}, "
-            f"sequence length divisible by {int(self.seq_len_divisor)}",
+            (
+                f"batch {degrees['batch']}, loss over {degrees['loss']}, fsdp over {degrees['fsdp']}, "
+                f"sequence length divisible by {int(self.seq_len_divisor)}"
+            ),
             "",
         ]
         names = tuple(name for name in _DENSE if degrees[name] > 1) or ("dp_shard",)
@@ -577,13 +585,13 @@ _DENSE = VIEWS["dense"]
 def _violations(dims: ParallelDims) -> list[str]:
     """Return every rule that the degrees break."""
     found: list[str] = []
-    for name in ("dp_replicate", "cp", "tp", "pp", "ep", "etp", "world_size"):
-        value = getattr(dims, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found.append(f"{name} must be an int >= 1, got {value!r}")
+    for name in (*_DEGREES, "ep", "etp", "world_size"):
+        value: object = getattr(dims, name)
+        infer = name == "dp_shard" and value == -1
+        if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and not infer):
+            also = "-1 (infer) or " if name == "dp_shard" else ""
+            found.append(f"{name} must be {also}an int >= 1, got {value!r}")
     shard = dims.dp_shard
-    if not isinstance(shard, int) or shard == 0 or shard < -1:
-        found.append(f"dp_shard must be -1 (infer) or an int >= 1, got {shard!r}")
     if found:
         return found
     world = dims.world_size
@@ -596,8 +604,12 @@ def _violations(dims: ParallelDims) -> list[str]:
         )
         return found
     if others * shard != world:
-        fit = f"dp_shard={world // others} fits" if world % others == 0 else _change_one(dims, world)
-        found.append(f"{product} * dp_shard({shard}) = {others * shard} must be world_size={world}; {fit}")
+        fit = (
+            f"dp_shard={world // others} fits" if world % others == 0 else _change_one(dims, world)
+        )
+        found.append(
+            f"{product} * dp_shard({shard}) = {others * shard} must be world_size={world}; {fit}"
+        )
     pool = shard * dims.cp * dims.tp
     if dims.etp not in {1, dims.tp}:
         found.append(f"etp must be 1 or tp={dims.tp}, got {dims.etp}")
@@ -608,8 +620,10 @@ def _violations(dims: ParallelDims) -> list[str]:
         )
     ulysses = dims.ulysses_degree
     if ulysses is not None and (ulysses < 1 or dims.cp % ulysses):
-        found.append(f"ulysses_degree must divide cp={dims.cp}, got {ulysses}; nearest: "
-                     f"{_nearest(ulysses, dims.cp)}")
+        found.append(
+            f"ulysses_degree must divide cp={dims.cp}, got {ulysses}; nearest: "
+            f"{_nearest(ulysses, dims.cp)}"
+        )
     return found
 
 
@@ -707,8 +721,9 @@ def unflatten_mesh(
 
     Example:
         >>> from hp_mesh import init_device_mesh, unflatten_mesh
-        >>> world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",), rank_list=range(8),
-        ...                          init_backend=False)
+        >>> world = init_device_mesh(
+        ...     "cpu", (8,), mesh_dim_names=("world",), rank_list=range(8), init_backend=False
+        ... )
         >>> unflatten_mesh(world, ("dp", "cp", "tp"), (4, 1, 2)).shape
         (4, 1, 2)
     """
