@@ -1,0 +1,453 @@
+"""Run a plan on a local tensor.
+
+A plan is compiled once for a rank into a list of closures that hold all offsets, shapes and groups; a later call is one
+dict lookup and the collectives. The closures do nothing that depends on data, so that they run on fake tensors too.
+
+The rule of memory: from one shard to another, at most a send buffer and a receive buffer live beside the source, and the
+send buffer is gone before the result is made. The rule of aliasing: the result is the argument when nothing has to be
+done, and new memory otherwise.
+
+Rebuilding the full tensor and cutting it was not taken for any pair, and no autograd happens here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from hp_mesh import collectives
+from hp_mesh.groups import GroupConfig, registry
+from torch import Tensor
+
+from hp_dtensor import shards
+from hp_dtensor.placements import Placement, shard_dim
+from hp_dtensor.plan import Step, common, make_plan
+from hp_dtensor.shards import Box, Intervals
+
+if TYPE_CHECKING:
+    from hp_mesh import DeviceMesh
+    from torch.distributed import ProcessGroup
+
+__all__ = ["redistribute_tensor"]
+
+Run = Callable[[Tensor, bool], Tensor]
+"""One compiled step: the local tensor and whether the result may be waited for later."""
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dim the ``(start, length)`` of the local entries that a piece is made of."""
+
+_MOST_RUNNERS = 1 << 14
+_runners: dict[object, Run] = {}
+registry.on_new_world(_runners.clear)
+
+
+def redistribute_tensor(
+    local: Tensor,
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    *,
+    async_op: bool = False,
+) -> Tensor:
+    """Turn this rank's piece of layout *source* into its piece of layout *target*.
+
+    No gradient is recorded: call it without grad or inside an autograd Function.
+
+    Args:
+        local: what this rank holds; its shape is that of the shard rule.
+        mesh: the devices. A rank outside gets *local* back.
+        shape: global shape.
+        source: one placement for each axis, dims non-negative.
+        target: likewise.
+        async_op: let the first use of the result wait, where the last step is a bare collective.
+
+    Returns:
+        *local* itself where it is the result already; otherwise a contiguous tensor with its own memory.
+
+    Raises:
+        LayoutError: when the placements do not fit the mesh or the shape.
+        RedistributeError: when one layout has addends of several kinds.
+    """
+    registry.refresh()
+    key = (mesh, shape, source, target)
+    try:
+        run = _runners.get(key)
+    except (
+        TypeError
+    ):  # a symbolic size has no hash; the plan is made for its value, which guards it
+        return redistribute_tensor(
+            local,
+            mesh,
+            tuple(int(size) for size in shape),
+            tuple(source),
+            tuple(target),
+            async_op=async_op,
+        )
+    if run is None:
+        run = _compile(mesh, tuple(shape), tuple(source), tuple(target))
+        if len(_runners) >= _MOST_RUNNERS:
+            _runners.clear()
+        _runners[key] = run
+    return run(local, async_op)
+
+
+# --- from plan to closures ----------------------------------------------------------------------------------------------
+
+
+def _compile(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> Run:
+    where = mesh.get_coordinate()
+    steps = make_plan(shape, 1, tuple(mesh.shape), source, target).steps
+    if where is None or not steps:
+        return _keep
+    runs = [_COMPILERS[step.kind](_Site(mesh, shape, tuple(where), step)) for step in steps]
+    if steps[-1].kind == "slice":
+        runs.append(_own)
+    if len(runs) == 1:
+        return runs[0]
+    return _chain(tuple(runs[:-1]), runs[-1])
+
+
+def _keep(local: Tensor, async_op: bool) -> Tensor:
+    del async_op
+    return local
+
+
+def _own(local: Tensor, async_op: bool) -> Tensor:
+    """A view becomes a tensor of its own."""
+    del async_op
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def _chain(first: tuple[Run, ...], last: Run) -> Run:
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        for step in first:
+            local = step(local, False)
+        return last(local, async_op)
+
+    return run
+
+
+class _Site:
+    """One step, seen from one rank."""
+
+    def __init__(
+        self, mesh: DeviceMesh, shape: tuple[int, ...], where: tuple[int, ...], step: Step
+    ) -> None:
+        self.mesh = mesh
+        self.shape = shape
+        self.where = where
+        self.step = step
+        self.mesh_shape = tuple(mesh.shape)
+
+    def before(self, where: tuple[int, ...] | None = None) -> Box:
+        """What a coordinate (this rank's by default) holds before the step."""
+        return shards.local_box(self.shape, self.mesh_shape, where or self.where, self.step.source)
+
+    def after(self, where: tuple[int, ...] | None = None) -> Box:
+        """What a coordinate (this rank's by default) holds after the step."""
+        return shards.local_box(self.shape, self.mesh_shape, where or self.where, self.step.target)
+
+    def peers(self) -> list[tuple[int, ...]]:
+        """Coordinates of the ranks that take part, in group order."""
+        axes = self.step.axes
+        out = []
+        for there in itertools.product(*(range(self.mesh_shape[axis]) for axis in axes)):
+            moved = dict(zip(axes, there, strict=True))
+            out.append(tuple(moved.get(axis, own) for axis, own in enumerate(self.where)))
+        return out
+
+    def group(self) -> ProcessGroup:
+        """The process group over the step's axes, flattened with the last axis fastest."""
+        axes = self.step.axes
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0])
+        index = tuple(slice(None) if axis in axes else own for axis, own in enumerate(self.where))
+        ranks = self.mesh.mesh[index].flatten().tolist()
+        return registry.get(ranks, GroupConfig(), f"axes {axes} of {self.mesh}")
+
+
+# --- pieces -------------------------------------------------------------------------------------------------------------
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(shards.length(intervals) for intervals in box)
+
+
+def _overlap(a: Box, b: Box) -> Box:
+    return tuple(common(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _ranges(outer: Box, inner: Box) -> Ranges:
+    """Where *inner*, a part of *outer*, lies in the local tensor of *outer*."""
+    return tuple(_ranges_of_dim(x, y) for x, y in zip(outer, inner, strict=True))
+
+
+def _ranges_of_dim(outer: Intervals, inner: Intervals) -> tuple[tuple[int, int], ...]:
+    out: list[tuple[int, int]] = []
+    position = 0
+    for start, stop in outer:
+        for low, high in common(((start, stop),), inner):
+            local = position + low - start
+            if out and out[-1][0] + out[-1][1] == local:
+                out[-1] = (out[-1][0], out[-1][1] + high - low)
+            else:
+                out.append((local, high - low))
+        position += stop - start
+    return tuple(out)
+
+
+def _take(tensor: Tensor, ranges: Ranges) -> Tensor:
+    """The entries at *ranges*: a view where they are one range in each dim."""
+    for dim, parts in enumerate(ranges):
+        if len(parts) == 1:
+            start, size = parts[0]
+            if start or size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, size)
+        elif parts:
+            tensor = torch.cat([tensor.narrow(dim, start, size) for start, size in parts], dim)
+        else:
+            tensor = tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+def _put(out: Tensor, piece: Tensor, ranges: Ranges) -> None:
+    """Write *piece* to the entries of *out* at *ranges*."""
+    starts = [
+        list(itertools.accumulate((size for _, size in parts), initial=0)) for parts in ranges
+    ]
+    for chosen in itertools.product(*(range(len(parts)) for parts in ranges)):
+        there, here = out, piece
+        for dim, i in enumerate(chosen):
+            start, size = ranges[dim][i]
+            there = there.narrow(dim, start, size)
+            if len(ranges[dim]) > 1:
+                here = here.narrow(dim, starts[dim][i], size)
+        there.copy_(here)
+
+
+def _only_dim(
+    pieces: Sequence[Ranges], sizes: Sequence[tuple[int, ...]], whole: tuple[int, ...]
+) -> int | None:
+    """The dim along which equal *pieces* lie one after the other in *whole*; None if they do not."""
+    if len(set(sizes)) != 1 or 0 in sizes[0]:
+        return None
+    cut = [
+        dim for dim, (part, size) in enumerate(zip(sizes[0], whole, strict=True)) if part != size
+    ]
+    if len(cut) != 1:
+        return None
+    dim = cut[0]
+    step = sizes[0][dim]
+    in_order = all(ranges[dim] == ((i * step, step),) for i, ranges in enumerate(pieces))
+    return dim if in_order and len(pieces) * step == whole[dim] else None
+
+
+# --- the kinds of step --------------------------------------------------------------------------------------------------
+
+
+def _slice(site: _Site) -> Run:
+    ranges = _ranges(site.before(), site.after())
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        del async_op
+        return _take(local, ranges)
+
+    return run
+
+
+def _all_gather(site: _Site) -> Run:
+    group = site.group()
+    held = [site.before(there) for there in site.peers()]
+    sizes = [_sizes(box) for box in held]
+    whole = _sizes(site.after())
+    ranges = [_ranges(site.after(), box) for box in held]
+    dim = _only_dim(ranges, sizes, whole)
+    if dim is None:
+        return _all_gather_padded(group, sizes, ranges, whole)
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        return collectives.all_gather(local, group, async_op=async_op)
+
+    def run_inner(local: Tensor, async_op: bool) -> Tensor:
+        got = collectives.all_gather(local, group, async_op=async_op)
+        return got.view(len(sizes), *sizes[0]).movedim(0, dim).reshape(whole)
+
+    return run_inner if dim else run
+
+
+def _all_gather_padded(
+    group: ProcessGroup, sizes: list[tuple[int, ...]], ranges: list[Ranges], whole: tuple[int, ...]
+) -> Run:
+    numels = [math.prod(size) for size in sizes]
+    most = max(numels)
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        flat = local.reshape(-1)
+        if flat.shape[0] != most:
+            padded = flat.new_empty(most)
+            padded[: flat.shape[0]].copy_(flat)
+            flat = padded
+        got = collectives.wait(collectives.all_gather(flat, group, async_op=async_op))
+        out = local.new_empty(whole)
+        for i, numel in enumerate(numels):
+            if numel:
+                _put(out, got[i * most : i * most + numel].view(sizes[i]), ranges[i])
+        return out
+
+    return run
+
+
+def _all_to_all(site: _Site) -> Run:
+    group = site.group()
+    peers = site.peers()
+    mine = peers.index(site.where)
+    sent = [_overlap(site.before(), site.after(there)) for there in peers]
+    received = [_overlap(site.before(there), site.after()) for there in peers]
+    out_ranges = [_ranges(site.before(), box) for box in sent]
+    in_ranges = [_ranges(site.after(), box) for box in received]
+    out_sizes = [_sizes(box) for box in sent]
+    in_sizes = [_sizes(box) for box in received]
+    out_splits = [0 if i == mine else math.prod(size) for i, size in enumerate(out_sizes)]
+    in_splits = [0 if i == mine else math.prod(size) for i, size in enumerate(in_sizes)]
+    keeps = math.prod(in_sizes[mine]) > 0
+    whole = _sizes(site.after())
+
+    def pack(local: Tensor) -> Tensor:
+        buffer = local.new_empty(sum(out_splits))
+        start = 0
+        for i, numel in enumerate(out_splits):
+            if numel:
+                buffer[start : start + numel].view(out_sizes[i]).copy_(_take(local, out_ranges[i]))
+                start += numel
+        return buffer
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        del async_op  # what arrives has to be put in place
+        got = collectives.all_to_all(pack(local), in_splits, out_splits, group)
+        out = local.new_empty(whole)
+        if keeps:
+            _put(out, _take(local, out_ranges[mine]), in_ranges[mine])
+        start = 0
+        for i, numel in enumerate(in_splits):
+            if numel:
+                _put(out, got[start : start + numel].view(in_sizes[i]), in_ranges[i])
+                start += numel
+        return out
+
+    return run
+
+
+def _reduce_scatter(site: _Site) -> Run:
+    group = site.group()
+    op, enter, leave = _reduction(site.step.op)
+    pieces = [site.after(there) for there in site.peers()]
+    sizes = [_sizes(box) for box in pieces]
+    ranges = [_ranges(site.before(), box) for box in pieces]
+    whole = _sizes(site.before())
+    mine = _sizes(site.after())
+    dim = _only_dim(ranges, sizes, whole)
+    most = max(math.prod(size) for size in sizes)
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        return leave(collectives.reduce_scatter(enter(local), op, group, async_op=async_op), local)
+
+    def run_inner(local: Tensor, async_op: bool) -> Tensor:
+        assert dim is not None
+        moved = enter(local).reshape(*whole[:dim], len(sizes), *mine[dim:]).movedim(dim, 0)
+        got = collectives.reduce_scatter(moved, op, group, async_op=async_op)
+        return leave(got.view(mine), local)
+
+    def run_padded(local: Tensor, async_op: bool) -> Tensor:
+        entered = enter(local)
+        buffer = entered.new_zeros(len(sizes) * most)
+        for i, size in enumerate(sizes):
+            numel = math.prod(size)
+            if numel:
+                buffer[i * most : i * most + numel].view(size).copy_(_take(entered, ranges[i]))
+        got = collectives.reduce_scatter(buffer, op, group, async_op=async_op)
+        numel = math.prod(mine)
+        return leave(got if numel == most else got[:numel].clone(), local).view(mine)
+
+    if dim is None:
+        return run_padded
+    return run_inner if dim else run
+
+
+def _all_reduce(site: _Site) -> Run:
+    group = site.group()
+    op, enter, leave = _reduction(site.step.op)
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        return leave(collectives.all_reduce(enter(local), op, group, async_op=async_op), local)
+
+    def run_plain(local: Tensor, async_op: bool) -> Tensor:
+        return collectives.all_reduce(local, op, group, async_op=async_op)
+
+    return run if site.step.op == "all" else run_plain
+
+
+def _make_partial(site: _Site) -> Run:
+    (axis,) = site.step.axes
+    op = site.step.op
+    if shard_dim(site.step.source[axis]) is not None:
+        ranges = _ranges(site.after(), site.before())
+        whole = _sizes(site.after())
+
+        def pad(local: Tensor, async_op: bool) -> Tensor:
+            del async_op
+            out = local.new_full(whole, _neutral(op, local.dtype))
+            if local.numel():
+                _put(out, local, ranges)
+            return out
+
+        return pad
+    if op in {"sum", "product"} and site.where[axis] != 0:
+        return lambda local, _: local.new_full(local.shape, 0 if op == "sum" else 1)
+    return _own
+
+
+def _neutral(op: str, dtype: torch.dtype) -> float:
+    """The value that does not change a reduction."""
+    if op in {"sum", "product"}:
+        return 0 if op == "sum" else 1
+    if op == "all" or dtype == torch.bool:
+        return op != "max"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+_Op = Literal["sum", "avg", "max", "min", "product"]
+
+
+def _reduction(
+    op: str,
+) -> tuple[_Op, Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """The collective's reduction, and what to do to a tensor before and after it."""
+    if op == "all":
+        return (
+            "min",
+            lambda x: x if x.dtype == torch.bool else x != 0,
+            lambda x, like: x.to(like.dtype),
+        )
+    return cast("_Op", op), lambda x: x, lambda x, _: x
+
+
+_COMPILERS: dict[str, Callable[[_Site], Run]] = {
+    "slice": _slice,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "make_partial": _make_partial,
+}
