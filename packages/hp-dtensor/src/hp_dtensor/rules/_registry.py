@@ -37,6 +37,7 @@ __all__ = [
     "Rule",
     "Strategy",
     "TensorMeta",
+    "common_strategies",
     "find_rule",
     "register_rule",
     "registered_ops",
@@ -288,6 +289,20 @@ def _linear_strategies(call: OpCall, groups: Iterable[frozenset[int]]) -> Iterat
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def common_strategies(entry: OpRule, calls: Iterable[OpCall]) -> tuple[Strategy, ...]:
+    """Return the strategies that hold for each of *calls*, preferred as for the first.
+
+    Where an earlier mesh axis cut a dim unevenly, its coordinates are left with different sizes,
+    and the next axis must act alike on all of them: ask with one call for each distinct shape.
+    """
+    answers = [entry.strategies(call) for call in calls]
+    return tuple(
+        strategy
+        for strategy in (answers[0] if answers else ())
+        if all(strategy in answer for answer in answers[1:])
+    )
 
 
 _table: dict[OpOverload, OpRule] = {}

@@ -13,11 +13,14 @@ than P, and its sum may be fused with what follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
 
 from hp_dtensor.rules._labels import Dims, broadcast_dims, label_strategies
 from hp_dtensor.rules._registry import (
     LinearFinder,
+    LocalCall,
     OpCall,
     Rule,
     Strategy,
@@ -25,7 +28,7 @@ from hp_dtensor.rules._registry import (
     aten_ops,
     register_rule,
 )
-from hp_dtensor.rules.pointwise import linear_in
+from hp_dtensor.rules.pointwise import is_in_place, linear_in
 
 __all__ = ["product"]
 
@@ -42,6 +45,8 @@ def product(equation: str, addend: str | None = None) -> Rule:
     left, _, right = factors.partition(",")
 
     def rule(call: OpCall) -> Iterator[Strategy]:
+        if is_in_place(call) and call.tensors[0].shape != call.output.shape:
+            return  # torch resizes such a tensor, which a piece of another one must not be
         inputs: list[Dims] = [left, right]
         if addend is not None:
             inputs.insert(0, addend[len(addend) - len(call.tensors[0].shape) :])
@@ -64,6 +69,19 @@ def _groups(*groups: Sequence[int]) -> LinearFinder:
     return find
 
 
+def _spread_addend(local: LocalCall) -> Callable[..., object]:
+    """Broadcast the addend first: kernels take an addend of one row as the size of a result."""
+    op = local.call.op
+    shape = local.output_local_shapes[0] or ()
+    if local.input_local_shapes[0] == shape:
+        return op
+
+    def run(addend: torch.Tensor, *args: object, **kwargs: object) -> object:
+        return op(addend.expand(shape), *args, **kwargs)
+
+    return run
+
+
 FACTORS = _groups([0], [1])
 WITH_ADDEND = _groups([0, 1], [0, 2])
 
@@ -72,11 +90,19 @@ register_rule(aten_ops("bmm"), product("bik,bkj->bij"), linear=FACTORS)
 register_rule(aten_ops("mv"), product("ik,k->i"), linear=FACTORS)
 register_rule(aten_ops("dot", "vdot"), product("k,k->"), linear=FACTORS)
 register_rule(aten_ops("outer", "ger"), product("i,j->ij"), linear=FACTORS)
-register_rule(aten_ops("addmm", "addmm_"), product("ik,kj->ij", "ij"), linear=WITH_ADDEND)
-register_rule(aten_ops("baddbmm", "baddbmm_"), product("bik,bkj->bij", "bij"), linear=WITH_ADDEND)
-register_rule(aten_ops("addbmm", "addbmm_"), product("bik,bkj->ij", "ij"), linear=WITH_ADDEND)
-register_rule(aten_ops("addmv", "addmv_"), product("ik,k->i", "i"), linear=WITH_ADDEND)
-register_rule(aten_ops("addr", "addr_"), product("i,j->ij", "ij"), linear=WITH_ADDEND)
+for _names, _equation, _addend in (
+    (("addmm", "addmm_"), "ik,kj->ij", "ij"),
+    (("baddbmm", "baddbmm_"), "bik,bkj->bij", "bij"),
+    (("addbmm", "addbmm_"), "bik,bkj->ij", "ij"),
+    (("addmv", "addmv_"), "ik,k->i", "i"),
+    (("addr", "addr_"), "i,j->ij", "ij"),
+):
+    register_rule(
+        aten_ops(*_names),
+        product(_equation, _addend),
+        linear=WITH_ADDEND,
+        local=_spread_addend,
+    )
 
 
 # --- linear and matmul, where they arrive undecomposed ----------------------------------------

@@ -38,7 +38,7 @@ def reduced_dims(call: OpCall, position: int = 1, name: str = "dim") -> tuple[in
     """Return the dims that are reduced: the argument at *position*, all of them if it is absent."""
     ndim = len(call.tensors[0].shape)
     dims = call.arg(position, name)
-    if dims is None or dims in ([], ()) or isinstance(dims, bool):
+    if not ndim or dims is None or dims in ([], ()) or isinstance(dims, bool):
         return tuple(range(ndim))
     return as_dims(dims, ndim)
 
