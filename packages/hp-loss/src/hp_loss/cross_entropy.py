@@ -147,7 +147,7 @@ def token_losses(
 def reduce_losses(
     losses: TokenLosses, options: LossOptions, sum_over_batch: SumOverBatch | None = None, extra: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Reduce per *options*; also *extra*, a count, summed over the batch.
+    """Reduce per *options*; also *extra*, a count, summed over the batch if the reduction is.
 
     `sum` is the sum of this rank's tokens; `mean` divides by the weight of the tokens of all ranks.
     """
@@ -194,6 +194,7 @@ def local_cross_entropy(
     weight: Tensor | None = None,
     sum_over_batch: SumOverBatch | None = None,
     inplace: bool = False,
+    denominator: Tensor | float | None = None,
 ) -> Tensor:
     """The loss of the tokens held here.
 
@@ -207,6 +208,7 @@ def local_cross_entropy(
         weight: class weights, whole or those held here.
         sum_over_batch: for a mean over tokens of which other ranks hold some.
         inplace: write the gradient over the logits in backward.
+        denominator: divide the result by this.
 
     Returns:
         Shape of the targets for `none`, else no dimension; the logits' dtype.
@@ -228,4 +230,6 @@ def local_cross_entropy(
         refuse_out_of_range(out_of_range, vocabulary, options)
     if options.reduction == "none":
         out = out.view(token_shape)
+    if denominator is not None:
+        out = out / denominator
     return out.to(result_dtype(logits))

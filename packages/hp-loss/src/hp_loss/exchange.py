@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hp_loss.statistics import MAXIMUM, merge, rebase
 
-__all__ = ["direct_is_cheaper", "exchange", "merge_over"]
+__all__ = ["direct_is_cheaper", "exchange", "exchange_all", "merge_over"]
 
 LATENCY_BYTES = 2**21
 """Bytes that a link moves in the time that one more collective costs (20 us at 100 GB/s)."""
@@ -53,6 +53,14 @@ def exchange(block: Tensor, group: dist.ProcessGroup) -> Tensor:
     splits = [rows.shape[0]] * ranks
     got = all_to_all(rows.repeat(ranks), splits, splits, group)
     return got.view(ranks, *block.shape)
+
+
+def exchange_all(block: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
+    """Collect *block* over several groups; shape `(ranks, *block.shape)`, ranks in the order of their shards."""
+    everyone = block.unsqueeze(0)
+    for group in reversed(groups):
+        everyone = exchange(everyone, group).flatten(0, 1)
+    return everyone
 
 
 def merge_over(statistics: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:

@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from hp_dtensor import DTensor, Partial, Replicate, Shard, StridedShard, redistribute_local, to_local
+from hp_dtensor.placements import shard_dim
 from hp_dtensor.shards import local_intervals
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +29,15 @@ from hp_loss.cross_entropy import class_dim_of
 from hp_loss.errors import LossLayoutError
 from hp_loss.vocabulary import Vocabulary
 
-__all__ = ["LogitsLayout", "class_dim_of_dtensor", "layout_of", "local_target", "local_weight"]
+__all__ = [
+    "LogitsLayout",
+    "class_dim_of_dtensor",
+    "layout_of",
+    "local_target",
+    "local_weight",
+    "make_layout",
+    "moved_to",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,15 @@ class LogitsLayout:
         """The placements of anything that has one entry per token."""
         return tuple(_without(placement, self.class_dim) for placement in self.placements)
 
+    @property
+    def replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks that hold the same tokens and classes."""
+        return tuple(
+            self.mesh.get_group(axis)
+            for axis, placement in enumerate(self.placements)
+            if placement.is_replicate() and self.mesh.size(axis) > 1
+        )
+
     def sum_over_batch(self, vector: Tensor) -> Tensor:
         """Sum a local tensor over the batch axes; its gradient passes unchanged, as that of any sum of addends."""
         if not self.batch_axes:
@@ -80,9 +99,16 @@ class LogitsLayout:
         else:
             shape = ()
             placements = self.addend_placements if reduction == "sum" else self._replicated
-        return DTensor.from_local(
-            loss, self.mesh, placements, run_check=False, shape=shape, stride=_contiguous_stride(shape)
-        )
+        return _wrap(loss, self.mesh, placements, shape)
+
+    def wrap_per_choice(self, values: Tensor) -> DTensor:
+        """Make local *values*, of the tokens' shape and one more dimension, a DTensor cut like the tokens."""
+        return _wrap(values, self.mesh, self.token_placements, (*self.token_shape, values.shape[-1]))
+
+
+def _wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    stride = _contiguous_stride(shape)
+    return DTensor.from_local(local, mesh, tuple(placements), run_check=False, shape=tuple(shape), stride=stride)
 
 
 def class_dim_of_dtensor(logits: TorchDTensor, target: Tensor, class_dim: int | None) -> int:
@@ -97,7 +123,7 @@ def class_dim_of_dtensor(logits: TorchDTensor, target: Tensor, class_dim: int | 
         return class_dim_of(shape, target_shape, class_dim)
     if target_shape in (shape, shape[:1] + shape[2:], shape[:-1]):
         return class_dim_of(shape, target_shape, None)
-    cut = {p.dim % len(shape) for p in logits.placements if isinstance(p, (Shard, StridedShard))}
+    cut = {shard_dim(placement) for placement in logits.placements}
     if (1 in cut) != (last in cut):
         return 1 if 1 in cut else last
     return class_dim_of(_local_shape(logits), target_shape, None)
@@ -111,9 +137,9 @@ def layout_of(logits: TorchDTensor, class_dim: int) -> LogitsLayout:
     """Read the layout of *logits*.
 
     Raises:
-        LossLayoutError: if an axis is Partial, or this rank is not in the mesh.
+        LossLayoutError: if an axis is Partial, or this rank isn't in the mesh.
     """
-    mesh, placements, shape = logits.device_mesh, tuple(logits.placements), tuple(logits.shape)
+    mesh, placements = logits.device_mesh, tuple(logits.placements)
     if any(placement.is_partial() for placement in placements):
         fixed = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
         raise LossLayoutError(
@@ -122,6 +148,13 @@ def layout_of(logits: TorchDTensor, class_dim: int) -> LogitsLayout:
             "the classes (ColwiseParallel with output_layouts=Shard(-1)), which moves nothing",
             placements=str(placements),
         )
+    return make_layout(mesh, placements, tuple(logits.shape), class_dim)
+
+
+def make_layout(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], class_dim: int
+) -> LogitsLayout:
+    """Describe logits of *shape* on *mesh*, which may never exist as a tensor; none of *placements* is Partial."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LossLayoutError(
@@ -140,8 +173,7 @@ def layout_of(logits: TorchDTensor, class_dim: int) -> LogitsLayout:
         else:
             batch_axes.append(axis)
     classes = shape[class_dim]
-    intervals = tuple((start, stop) for start, stop in local_intervals(classes, tuple(splits)) if stop > start)
-    vocabulary = Vocabulary(classes, intervals, tuple(groups))
+    vocabulary = Vocabulary(classes, local_intervals(classes, tuple(splits)), tuple(groups))
     return LogitsLayout(mesh, placements, shape, class_dim, vocabulary, tuple(batch_axes))
 
 
@@ -186,16 +218,17 @@ def _class_placements(layout: LogitsLayout) -> tuple[Placement, ...]:
 def _without(placement: Placement, class_dim: int) -> Placement:
     if not isinstance(placement, (Shard, StridedShard)) or placement.dim < class_dim:
         return placement
-    return Replicate() if placement.dim == class_dim else _at(placement, placement.dim - 1)
+    return Replicate() if placement.dim == class_dim else moved_to(placement, placement.dim - 1)
 
 
 def _only(placement: Placement, class_dim: int) -> Placement:
     if not isinstance(placement, (Shard, StridedShard)) or placement.dim != class_dim:
         return Replicate()
-    return _at(placement, 0)
+    return moved_to(placement, 0)
 
 
-def _at(placement: Shard | StridedShard, dim: int) -> Placement:
+def moved_to(placement: Shard | StridedShard, dim: int) -> Placement:
+    """The same cut of another dimension."""
     if isinstance(placement, StridedShard):
         return StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)

@@ -6,13 +6,15 @@ themselves how they lie on the mesh; plain ones are this rank's shard, and a pro
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from hp_dtensor import to_local
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_loss.cross_entropy import class_dim_of, local_cross_entropy
-from hp_loss.errors import LossLayoutError
+from hp_loss.errors import LossLayoutError, LossOptionError
 from hp_loss.layout import class_dim_of_dtensor, layout_of, local_target, local_weight
 from hp_loss.options import LossOptions, Reduction
 from hp_loss.vocabulary import vocabulary_of_group
@@ -100,10 +102,23 @@ def cross_entropy_of(
     vocab_size: int | None = None,
     class_dim: int | None = None,
     inplace: bool = False,
+    denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """`vocab_parallel_cross_entropy` with its options in one value."""
+    """`vocab_parallel_cross_entropy` with its options in one value, and a *denominator* of the mean if it is known."""
+    if denominator is not None:
+        if options.reduction != "mean":
+            raise LossOptionError(
+                f"reduction is {options.reduction!r} and the number of tokens to divide by is given: only a mean divides",
+                option="reduction",
+                value=options.reduction,
+            )
+        options = replace(options, reduction="sum")
+        if isinstance(denominator, TorchDTensor):
+            denominator = denominator.full_tensor()
     if isinstance(logits, TorchDTensor):
-        return _of_dtensor(logits, target, options, weight, group, vocab_size, class_dim, inplace=inplace)
+        return _of_dtensor(
+            logits, target, options, weight, group, vocab_size, class_dim, inplace=inplace, denominator=denominator
+        )
     for name, tensor in (("the targets", target), ("the class weights", weight)):
         if isinstance(tensor, TorchDTensor):
             raise LossLayoutError(
@@ -114,7 +129,14 @@ def cross_entropy_of(
     dim = class_dim_of(tuple(logits.shape), tuple(target.shape), class_dim)
     vocabulary = vocabulary_of_group(logits.shape[dim], group, vocab_size)
     return local_cross_entropy(
-        logits, target, vocabulary, options, class_dim=dim, weight=weight, inplace=inplace
+        logits,
+        target,
+        vocabulary,
+        options,
+        class_dim=dim,
+        weight=weight,
+        inplace=inplace,
+        denominator=denominator,
     )
 
 
@@ -128,6 +150,7 @@ def _of_dtensor(
     class_dim: int | None,
     *,
     inplace: bool,
+    denominator: Tensor | float | None,
 ) -> Tensor:
     if group is not None or vocab_size is not None:
         raise LossLayoutError(
@@ -144,5 +167,6 @@ def _of_dtensor(
         weight=local_weight(weight, layout),
         sum_over_batch=layout.sum_over_batch if layout.batch_axes else None,
         inplace=inplace,
+        denominator=denominator,
     )
     return layout.wrap(loss, options.reduction)

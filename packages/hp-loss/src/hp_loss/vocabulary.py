@@ -41,7 +41,7 @@ class Vocabulary:
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all classes."""
-        return self.intervals == ((0, self.size),) or self.size == 0
+        return self.local_size == self.size
 
     def column(self, classes: Tensor) -> Tensor:
         """Turn class indices into local columns; -1 where another rank holds the class (or none does)."""
@@ -74,7 +74,7 @@ class Vocabulary:
 
 def whole_vocabulary(size: int) -> Vocabulary:
     """A vocabulary that every rank holds in full."""
-    return Vocabulary(size, ((0, size),))
+    return Vocabulary(size, ((0, size),) if size else ())
 
 
 def vocabulary_of_group(local_size: int, group: dist.ProcessGroup | None, size: int | None) -> Vocabulary:
@@ -92,8 +92,7 @@ def vocabulary_of_group(local_size: int, group: dist.ProcessGroup | None, size: 
         return whole_vocabulary(local_size)
     ranks, rank = group.size(), group.rank()
     total = local_size * ranks if size is None else size
-    intervals = tuple((start, stop) for start, stop in local_intervals(total, ((ranks, rank, 1),)) if stop > start)
-    found = Vocabulary(total, intervals, (group,))
+    found = Vocabulary(total, local_intervals(total, ((ranks, rank, 1),)), (group,))
     if found.local_size != local_size:
         raise LossLayoutError(
             f"a vocabulary of {total} classes over {ranks} ranks gives rank {rank} of the group {found.local_size} of them "
