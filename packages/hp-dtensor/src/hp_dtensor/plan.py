@@ -26,7 +26,7 @@ from typing import Literal
 
 from hp_dtensor.errors import LayoutError, RedistributeError
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard, shard_dim
-from hp_dtensor.shards import Intervals, Split, axes_of, length, local_intervals, local_shape
+from hp_dtensor.shards import Intervals, length, local_intervals
 
 __all__ = ["Link", "Plan", "Step", "StepKind", "make_plan"]
 
@@ -38,8 +38,6 @@ StepKind = Literal[
 Placements = tuple[Placement, ...]
 
 _REPLICATE = Replicate()
-_COPIED = ("avg", "max", "min", "all")
-"""Reductions of equal values that give the value: each rank may hold a copy."""
 _PADDED = ("sum", "product", "max", "min", "all")
 """Reductions with a neutral element, so that a shard becomes an addend by padding."""
 
@@ -116,40 +114,107 @@ class Plan:
         )
 
 
+_Entry = tuple[int, int] | str | None
+"""A placement inside the search: ``(dim, split_factor)``, the kind of addend, or None for a replica."""
+
+_Layout = tuple[_Entry, ...]
+
+_Cuts = tuple[tuple[int, int, int], ...]
+"""``(axis, axis_size, split_factor)`` of the axes that cut a dim, in axis order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A step that may never be taken, in elements."""
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    source: _Layout
+    target: _Layout
+    elements: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _World:
     """What all parts of the search need to know."""
 
     shape: tuple[int, ...]
-    itemsize: int
     mesh: tuple[int, ...]
+    itemsize: int
     links: tuple[Link, ...] | None
 
     def group(self, axes: Sequence[int]) -> int:
         """How many ranks the flattened *axes* have."""
         return math.prod(self.mesh[axis] for axis in axes)
 
-    def step(
-        self,
-        kind: StepKind,
-        axes: Sequence[int],
-        op: str,
-        source: Placements,
-        target: Placements,
-        elements: int,
-    ) -> Step:
-        """A step in which a rank receives *elements*."""
-        nbytes = elements * self.itemsize
-        links = self.links or (Link(),) * len(self.mesh)
-        slowest = max((links[axis].seconds(nbytes) for axis in axes), default=0.0)
-        seconds = 0.0 if kind in {"slice", "make_partial"} else slowest
-        return Step(kind, tuple(axes), op, source, target, nbytes, seconds)
+    def cuts(self, layout: _Layout) -> tuple[_Cuts, ...]:
+        """Which axes cut each dim."""
+        return _cuts(len(self.shape), self.mesh, layout)
 
-    def price(self, steps: Sequence[Step]) -> tuple[float, int, int]:
+    def most(self, layout: _Layout) -> int:
+        """The most elements that one rank holds: coordinate zero never holds less than another."""
+        return math.prod(map(_most_of_dim, self.shape, self.cuts(layout)))
+
+    def seconds(self, draft: _Draft) -> float:
+        """How long the slowest of its axes takes."""
+        links = self.links or (Link(),) * len(self.mesh)
+        nbytes = draft.elements * self.itemsize
+        return (
+            max((links[axis].seconds(nbytes) for axis in draft.axes), default=0.0)
+            if draft.elements
+            else 0.0
+        )
+
+    def price(self, drafts: Sequence[_Draft]) -> tuple[float, int, int]:
         """What is made small: bytes (or seconds, where links are known), then collectives, then steps."""
-        seconds = sum(step.seconds for step in steps)
-        cost = seconds if self.links else sum(step.bytes for step in steps)
-        return cost, sum(step.bytes > 0 for step in steps), len(steps)
+        cost = (
+            sum(map(self.seconds, drafts))
+            if self.links
+            else sum(draft.elements for draft in drafts)
+        )
+        return cost, sum(draft.elements > 0 for draft in drafts), len(drafts)
+
+    def finish(self, drafts: Sequence[_Draft]) -> Plan:
+        """The drafts as steps, in placements and bytes."""
+        op = next((e for d in drafts for e in (*d.source, *d.target) if isinstance(e, str)), "")
+        return Plan(
+            tuple(
+                Step(
+                    draft.kind,
+                    draft.axes,
+                    _op(draft) if op else "",
+                    tuple(map(_placement, draft.source)),
+                    tuple(map(_placement, draft.target)),
+                    draft.elements * self.itemsize,
+                    self.seconds(draft),
+                )
+                for draft in drafts
+            )
+        )
+
+
+@lru_cache(maxsize=1 << 14)
+def _cuts(ndim: int, mesh: tuple[int, ...], layout: _Layout) -> tuple[_Cuts, ...]:
+    out: list[list[tuple[int, int, int]]] = [[] for _ in range(ndim)]
+    for axis, entry in enumerate(layout):
+        if isinstance(entry, tuple):
+            out[entry[0]].append((axis, mesh[axis], entry[1]))
+    return tuple(tuple(cuts) for cuts in out)
+
+
+def _op(draft: _Draft) -> str:
+    """The kind of addend that a step reduces or makes."""
+    layout = draft.target if draft.kind == "make_partial" else draft.source
+    if draft.kind not in {"make_partial", "reduce_scatter", "all_reduce"}:
+        return ""
+    return str(layout[draft.axes[0]])
+
+
+def _placement(entry: _Entry) -> Placement:
+    if isinstance(entry, tuple):
+        dim, factor = entry
+        return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+    return _REPLICATE if entry is None else Partial(entry)
 
 
 def make_plan(
@@ -195,26 +260,19 @@ def _make_plan(
     target: Placements,
     links: tuple[Link, ...] | None,
 ) -> Plan:
-    world = _World(shape, itemsize, mesh_shape, links)
-    source = canonical(source, shape, mesh_shape)
-    target = canonical(target, shape, mesh_shape)
-    changed = [axis for axis in range(len(mesh_shape)) if source[axis] != target[axis]]
-    reduced = [axis for axis in changed if source[axis].is_partial()]
-    made = [axis for axis in changed if target[axis].is_partial()]
+    world = _World(shape, mesh_shape, itemsize, links)
+    held = _read(source, shape, mesh_shape)
+    wanted = _read(target, shape, mesh_shape)
+    changed = [axis for axis in range(len(mesh_shape)) if held[axis] != wanted[axis]]
+    reduced = [axis for axis in changed if isinstance(held[axis], str)]
+    made = [axis for axis in changed if isinstance(wanted[axis], str)]
     if not reduced and not made:
-        return Plan(tuple(_move(world, source, target)))
-    best: list[Step] | None = None
-    for steps in _candidates(world, source, target, reduced, made):
-        if best is None or world.price(steps) < world.price(best):
-            best = steps
-    assert best is not None, (source, target)
-    return Plan(tuple(best))
+        return world.finish(_move(world, held, wanted))
+    return world.finish(_search(world, held, wanted, reduced, made))
 
 
-def canonical(
-    placements: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
-) -> Placements:
-    """The simplest spelling of the same layout: size-1 axes are replicated, a split factor of one is a plain shard.
+def _read(placements: Placements, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _Layout:
+    """The simplest spelling of a layout: size-1 axes are replicated, ``Shard`` is a split factor of one.
 
     Raises:
         LayoutError: when there is not one placement an axis, or one names a dim that is not there.
@@ -223,21 +281,24 @@ def canonical(
     if len(placements) != len(mesh_shape):
         message = f"{len(placements)} placements {placements} for a mesh of shape {mesh_shape}; give one placement for each axis"
         raise LayoutError(message)
-    out: list[Placement] = []
+    out: list[_Entry] = []
     for size, placement in zip(mesh_shape, placements, strict=True):
         dim = shard_dim(placement)
         if dim is not None and not 0 <= dim < len(shape):
             message = f"{placement} of {placements}: a tensor of shape {shape} has no dim {dim}"
             raise LayoutError(message)
         if size == 1 or placement.is_replicate():
-            out.append(_REPLICATE)
+            out.append(None)
         elif isinstance(placement, Partial):
-            out.append(Partial(placement.reduce_op))
-        elif isinstance(placement, StridedShard) and int(placement.split_factor) == 1:
-            out.append(Shard(placement.dim))
+            out.append(placement.reduce_op)
+        elif dim is not None:
+            out.append(
+                (dim, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
+            )
         else:
-            out.append(placement)
-    kinds = {placement.reduce_op for placement in out if isinstance(placement, Partial)}
+            message = f"{placement!r} of {placements} is no shard, replica or addend, so nothing is known of moving it"
+            raise RedistributeError(message)
+    kinds = {entry for entry in out if isinstance(entry, str)}
     if len(kinds) > 1:
         message = (
             f"{placements} has addends of the kinds {', '.join(sorted(kinds))}: the value would depend on which is reduced "
@@ -250,85 +311,123 @@ def canonical(
 # --- moves without addends ----------------------------------------------------------------------------------------------
 
 
-def _move(world: _World, source: Placements, target: Placements) -> list[Step]:
-    """Steps between layouts that have the same Partial axes: none, a slice, a gather or an exchange."""
-    axes = _axes_asked(world, source, target)
+def _move(world: _World, source: _Layout, target: _Layout) -> list[_Draft]:
+    """Steps between layouts that have the same addends: none, a slice, a gather or an exchange."""
+    dims = list(map(_compare, world.shape, world.cuts(source), world.cuts(target)))
+    axes = tuple(sorted({axis for dim in dims for axis in dim.asked}))
     if not axes:
-        same = all(a == b for a, b in _boxes(world, source, target))
-        return [] if same else [world.step("slice", (), "", source, target, 0)]
-    middle = tuple(
-        source[axis] if axis in axes else placement for axis, placement in enumerate(target)
-    )
-    if _is_gather(world, source, middle, target, axes):
-        steps = [] if middle == source else [world.step("slice", (), "", source, middle, 0)]
-        lacked = (world.group(axes) - 1) * _most(world, middle)
-        return [*steps, world.step("all_gather", axes, "", middle, target, lacked)]
-    lacked = max(
-        _numel(wanted) - _numel(_common(held, wanted))
-        for held, wanted in _boxes(world, source, target)
-    )
-    return [world.step("all_to_all", axes, "", source, target, lacked)]
+        return [] if all(dim.same for dim in dims) else [_Draft("slice", (), source, target)]
+    if all(target[axis] is None for axis in axes):
+        middle = tuple(
+            source[axis] if axis in axes else entry for axis, entry in enumerate(target)
+        )
+        if _within(world, source, middle) and _within(world, target, middle):
+            first = [] if middle == source else [_Draft("slice", (), source, middle)]
+            return [
+                *first,
+                _Draft(
+                    "all_gather",
+                    axes,
+                    middle,
+                    target,
+                    (world.group(axes) - 1) * world.most(middle),
+                ),
+            ]
+    return [_Draft("all_to_all", axes, source, target, _lacked(dims))]
 
 
-def _axes_asked(world: _World, source: Placements, target: Placements) -> tuple[int, ...]:
-    """The fewest axes along which a rank finds all that it lacks."""
-    ndim = len(world.shape)
-    axes: set[int] = set()
-    for size, held, wanted in zip(
-        world.shape, axes_of(source, ndim), axes_of(target, ndim), strict=True
-    ):
-        axes.update(_axes_asked_of_dim(size, world.mesh, held, wanted))
-    return tuple(sorted(axes))
+def _within(world: _World, outer: _Layout, inner: _Layout) -> bool:
+    """Whether each rank holds in *outer* all that it holds in *inner*."""
+    pairs = zip(world.shape, world.cuts(outer), world.cuts(inner), strict=True)
+    return all(not _compare(size, held, wanted).asked for size, held, wanted in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dim:
+    """What ranks hold of one dim before and after."""
+
+    asked: tuple[int, ...]
+    """The fewest axes along which a rank finds what it lacks."""
+    same: bool
+    """Whether each rank holds the same after as before."""
+    axes: tuple[tuple[int, int], ...]
+    """``(axis, size)`` of the axes that make a difference."""
+    sizes: tuple[tuple[int, int], ...]
+    """How much a rank holds after, and how much of that it held before, for each coordinate on the axes, row-major."""
 
 
 @lru_cache(maxsize=1 << 14)
-def _axes_asked_of_dim(
-    size: int,
-    mesh: tuple[int, ...],
-    held: tuple[tuple[int, int], ...],
-    wanted: tuple[tuple[int, int], ...],
+def _compare(size: int, held: _Cuts, wanted: _Cuts) -> _Dim:
+    sizes_of = {axis: n for axis, n, _ in (*held, *wanted)}
+    axes = tuple(sorted(sizes_of.items()))
+    table = []
+    same = True
+    for where in _coordinates(axes):
+        before, after = _cut(size, held, where), _cut(size, wanted, where)
+        same = same and before == after
+        table.append((length(after), length(common(before, after))))
+    asked = ()
+    if any(after != kept for after, kept in table):
+        asked = _asked(size, held, wanted, axes)
+    return _Dim(asked, same, axes, tuple(table))
+
+
+def _asked(
+    size: int, held: _Cuts, wanted: _Cuts, axes: tuple[tuple[int, int], ...]
 ) -> tuple[int, ...]:
-    if held == wanted or not held:
-        return ()
-    cutting = [axis for axis, _ in held]
-    everywhere = sorted({axis for axis, _ in (*held, *wanted)})
-    for count in range(len(cutting)):
-        for asked in itertools.combinations(cutting, count):
-            if all(
-                _covers(size, mesh, held, asked, where, _cut(size, mesh, wanted, where))
-                for where in _coordinates(mesh, everywhere)
-            ):
-                return asked
-    return tuple(cutting)
+    """The fewest axes that reach all a rank lacks; all that cut the dim before always do."""
+    for count in range(1, len(held)):
+        for cuts in itertools.combinations(held, count):
+            asked = tuple((axis, n) for axis, n, _ in cuts)
+            if all(_reaches(size, held, wanted, asked, where) for where in _coordinates(axes)):
+                return tuple(axis for axis, _ in asked)
+    return tuple(axis for axis, _, _ in held)
 
 
-def _covers(
+def _reaches(
     size: int,
-    mesh: tuple[int, ...],
-    held: tuple[tuple[int, int], ...],
-    asked: tuple[int, ...],
+    held: _Cuts,
+    wanted: _Cuts,
+    asked: tuple[tuple[int, int], ...],
     where: dict[int, int],
-    wanted: Intervals,
 ) -> bool:
-    """Whether the ranks that differ from *where* on the *asked* axes hold all of *wanted*."""
-    found = 0
-    for there in _coordinates(mesh, asked):
-        found += length(common(_cut(size, mesh, held, where | there), wanted))
-        if found == length(wanted):
-            return True
-    return found == length(wanted)
+    """Whether the ranks that differ from *where* on the *asked* axes hold all that it wants."""
+    lacked = _cut(size, wanted, where)
+    found = sum(
+        length(common(_cut(size, held, where | there), lacked)) for there in _coordinates(asked)
+    )
+    return found == length(lacked)
 
 
-def _coordinates(mesh: tuple[int, ...], axes: Sequence[int]) -> Iterator[dict[int, int]]:
-    for where in itertools.product(*(range(mesh[axis]) for axis in axes)):
-        yield dict(zip(axes, where, strict=True))
+def _coordinates(axes: Sequence[tuple[int, int]]) -> Iterator[dict[int, int]]:
+    names = [axis for axis, _ in axes]
+    for where in itertools.product(*(range(n) for _, n in axes)):
+        yield dict(zip(names, where, strict=True))
 
 
-def _cut(
-    size: int, mesh: tuple[int, ...], cuts: tuple[tuple[int, int], ...], where: dict[int, int]
-) -> Intervals:
-    splits: tuple[Split, ...] = tuple((mesh[axis], where[axis], factor) for axis, factor in cuts)
-    return local_intervals(size, splits)
+def _cut(size: int, cuts: _Cuts, where: dict[int, int]) -> Intervals:
+    return local_intervals(size, tuple((n, where[axis], factor) for axis, n, factor in cuts))
+
+
+@lru_cache(maxsize=1 << 14)
+def _most_of_dim(size: int, cuts: _Cuts) -> int:
+    return length(local_intervals(size, tuple((n, 0, factor) for _, n, factor in cuts)))
+
+
+def _lacked(dims: Sequence[_Dim]) -> int:
+    """The most elements that one rank wants and does not hold."""
+    axes = sorted({pair for dim in dims for pair in dim.axes})
+    most = 0
+    for where in _coordinates(axes):
+        after = kept = 1
+        for dim in dims:
+            index = 0
+            for axis, n in dim.axes:
+                index = index * n + where[axis]
+            after *= dim.sizes[index][0]
+            kept *= dim.sizes[index][1]
+        most = max(most, after - kept)
+    return most
 
 
 def common(a: Intervals, b: Intervals) -> Intervals:
@@ -351,95 +450,53 @@ def common(a: Intervals, b: Intervals) -> Intervals:
     return tuple(out)
 
 
-def _common(a: tuple[Intervals, ...], b: tuple[Intervals, ...]) -> tuple[Intervals, ...]:
-    return tuple(common(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _numel(box: tuple[Intervals, ...]) -> int:
-    return math.prod(length(intervals) for intervals in box)
-
-
-def _boxes(
-    world: _World, source: Placements, target: Placements
-) -> Iterator[tuple[tuple[Intervals, ...], tuple[Intervals, ...]]]:
-    """What each rank holds before and after; ranks that differ on axes that cut nothing are left out."""
-    ndim = len(world.shape)
-    before, after = axes_of(source, ndim), axes_of(target, ndim)
-    cutting = sorted({axis for cuts in (*before, *after) for axis, _ in cuts})
-    for where in _coordinates(world.mesh, cutting):
-        yield (
-            tuple(
-                _cut(size, world.mesh, cuts, where)
-                for size, cuts in zip(world.shape, before, strict=True)
-            ),
-            tuple(
-                _cut(size, world.mesh, cuts, where)
-                for size, cuts in zip(world.shape, after, strict=True)
-            ),
-        )
-
-
-def _most(world: _World, placements: Placements) -> int:
-    """The most elements that one rank holds: coordinate zero never holds less than another."""
-    return math.prod(local_shape(world.shape, world.mesh, (0,) * len(world.mesh), placements))
-
-
-def _is_gather(
-    world: _World,
-    source: Placements,
-    middle: Placements,
-    target: Placements,
-    axes: tuple[int, ...],
-) -> bool:
-    """Whether all ranks along *axes* want the same, and hold just that between them once they have sliced."""
-    if any(shard_dim(target[axis]) is not None for axis in axes):
-        return False
-    if any(not _holds(kept, cut) for kept, cut in _boxes(world, source, middle)):
-        return False
-    return all(_holds(whole, part) for part, whole in _boxes(world, middle, target))
-
-
-def _holds(outer: tuple[Intervals, ...], inner: tuple[Intervals, ...]) -> bool:
-    return _common(outer, inner) == inner
-
-
 # --- addends ------------------------------------------------------------------------------------------------------------
 
 
-def _candidates(
-    world: _World,
-    source: Placements,
-    target: Placements,
-    reduced: Sequence[int],
-    made: Sequence[int],
-) -> Iterator[list[Step]]:
-    """Every way to slice, reduce, move and make addends that is worth a price."""
+def _search(
+    world: _World, source: _Layout, target: _Layout, reduced: Sequence[int], made: Sequence[int]
+) -> list[_Draft]:
+    """The cheapest way to slice, reduce, move and make addends."""
+    best: list[_Draft] | None = None
     for layout in _middles(world, source, target, reduced):
         head = _reduction(world, source, layout, reduced)
-        if head is None:
+        if head is None or (best is not None and world.price(head) >= world.price(best)):
             continue
         for ends in _ends(target, layout, made):
+            received = max(world.most(ends) - world.most(layout), 0)
+            least = [*head, _Draft("all_to_all", (), layout, ends, received)] if received else head
+            if best is not None and world.price(least) >= world.price(best):
+                continue
             tail = _making(world, ends, target, made)
             if tail is not None:
-                yield [*head, *_move(world, layout, ends), *tail]
+                steps = [*head, *_move(world, layout, ends), *tail]
+                if best is None or world.price(steps) < world.price(best):
+                    best = steps
+    assert best is not None, (source, target)
+    return best
 
 
 def _middles(
-    world: _World, source: Placements, target: Placements, reduced: Sequence[int]
-) -> Iterator[Placements]:
-    """The layouts in which all is reduced: a choice for each axis that is Partial or replicated in *source*."""
-    dims = [dim for dim in (shard_dim(placement) for placement in target) if dim is not None]
+    world: _World, source: _Layout, target: _Layout, reduced: Sequence[int]
+) -> Iterator[_Layout]:
+    """The layouts in which all is reduced: a choice for each axis that has addends or replicas in *source*.
+
+    An axis may take what the target wants there, stay whole, or cut a dim. Dims that the target cuts are tried, and the one
+    other dim that cuts best.
+    """
+    dims = {entry[0] for entry in target if isinstance(entry, tuple)}
     spare = [dim for dim, size in enumerate(world.shape) if dim not in dims and size > 1]
     spare.sort(key=lambda dim: (world.shape[dim] % math.prod(world.mesh) != 0, dim))
-    dims = sorted({*dims, *spare[:1]})
-    choices: list[tuple[Placement | int, ...]] = []
-    for axis, placement in enumerate(source):
-        if world.mesh[axis] == 1 or not (axis in reduced or placement.is_replicate()):
-            choices.append((placement,))
-        elif shard_dim(target[axis]) is None:
-            choices.append((_REPLICATE, *dims))
+    tried = sorted({*dims, *spare[:1]})
+    choices: list[tuple[_Entry | int, ...]] = []
+    for axis, entry in enumerate(source):
+        wanted = target[axis]
+        if world.mesh[axis] == 1 or not (axis in reduced or entry is None):
+            choices.append((entry,))
+        elif isinstance(wanted, tuple):
+            choices.append((wanted, None, *tried))
         else:
-            choices.append((target[axis], _REPLICATE, *dims))
+            choices.append((None, *tried))
     seen = set()
     for chosen in itertools.product(*choices):
         layout = _innermost(world, chosen)
@@ -448,78 +505,66 @@ def _middles(
             yield layout
 
 
-def _innermost(world: _World, chosen: Sequence[Placement | int]) -> Placements:
-    """A dim in place of a placement becomes the shard that cuts it last, whatever axis cuts it before."""
-    out: list[Placement] = [_REPLICATE] * len(chosen)
+def _innermost(world: _World, chosen: Sequence[_Entry | int]) -> _Layout:
+    """A dim in place of an entry becomes the shard that cuts it last, whatever axis cuts it before."""
+    out: list[_Entry] = [None] * len(chosen)
     done: dict[int, int] = {}
     for axis in reversed(range(len(chosen))):
         choice = chosen[axis]
-        placement: Placement
-        if isinstance(choice, int):
-            factor = done.get(choice, 1)
-            placement = Shard(choice) if factor == 1 else StridedShard(choice, split_factor=factor)
-        else:
-            placement = choice
-        dim = shard_dim(placement)
-        if dim is not None:
-            done[dim] = done.get(dim, 1) * world.mesh[axis]
-        out[axis] = placement
+        entry = (choice, done.get(choice, 1)) if isinstance(choice, int) else choice
+        if isinstance(entry, tuple):
+            done[entry[0]] = done.get(entry[0], 1) * world.mesh[axis]
+        out[axis] = entry
     return tuple(out)
 
 
 def _reduction(
-    world: _World, source: Placements, layout: Placements, reduced: Sequence[int]
-) -> list[Step] | None:
+    world: _World, source: _Layout, layout: _Layout, reduced: Sequence[int]
+) -> list[_Draft] | None:
     """Slice, reduce-scatter and all-reduce from *source* to *layout*; None where that needs data from elsewhere."""
-    sliced = tuple(
-        source[axis] if axis in reduced else placement for axis, placement in enumerate(layout)
-    )
-    if sliced != source and _axes_asked(world, source, sliced):
-        return None
-    steps = [] if sliced == source else [world.step("slice", (), "", source, sliced, 0)]
-    scattered = tuple(axis for axis in reduced if shard_dim(layout[axis]) is not None)
-    summed = tuple(axis for axis in reduced if axis not in scattered)
-    op = next((p.reduce_op for p in source if isinstance(p, Partial)), "")
-    between = tuple(
-        source[axis] if axis in summed else placement for axis, placement in enumerate(layout)
-    )
-    if scattered:
-        if any(not _holds(kept, cut) for kept, cut in _boxes(world, sliced, between)):
+    sliced = tuple(source[axis] if axis in reduced else entry for axis, entry in enumerate(layout))
+    scattered = tuple(axis for axis in reduced if isinstance(layout[axis], tuple))
+    summed = tuple(axis for axis in reduced if layout[axis] is None)
+    between = tuple(source[axis] if axis in summed else entry for axis, entry in enumerate(layout))
+    steps = []
+    if sliced != source:
+        if not _within(world, source, sliced):
             return None
-        lacked = (world.group(scattered) - 1) * _most(world, between)
-        steps.append(world.step("reduce_scatter", scattered, op, sliced, between, lacked))
+        steps.append(_Draft("slice", (), source, sliced))
+    if scattered:
+        if not _within(world, sliced, between):
+            return None
+        received = (world.group(scattered) - 1) * world.most(between)
+        steps.append(_Draft("reduce_scatter", scattered, sliced, between, received))
     if summed:
         ranks = world.group(summed)
-        lacked = -(-2 * (ranks - 1) * _most(world, between) // ranks)
-        steps.append(world.step("all_reduce", summed, op, between, layout, lacked))
+        received = -(-2 * (ranks - 1) * world.most(between) // ranks)
+        steps.append(_Draft("all_reduce", summed, between, layout, received))
     return steps
 
 
-def _ends(target: Placements, layout: Placements, made: Sequence[int]) -> Iterator[Placements]:
+def _ends(target: _Layout, layout: _Layout, made: Sequence[int]) -> Iterator[_Layout]:
     """The layouts from which addends can be made locally: replicated, or sharded as they are, on those axes."""
-    choices = [
-        ((_REPLICATE,) if shard_dim(layout[axis]) is None else (_REPLICATE, layout[axis]))
-        if axis in made
-        else (placement,)
-        for axis, placement in enumerate(target)
-    ]
+    choices: list[tuple[_Entry, ...]] = []
+    for axis, entry in enumerate(target):
+        if axis not in made:
+            choices.append((entry,))
+        else:
+            choices.append((None, layout[axis]) if isinstance(layout[axis], tuple) else (None,))
     yield from itertools.product(*choices)
 
 
 def _making(
-    world: _World, layout: Placements, target: Placements, made: Sequence[int]
-) -> list[Step] | None:
+    world: _World, layout: _Layout, target: _Layout, made: Sequence[int]
+) -> list[_Draft] | None:
     """Turn *layout* into addends on the axes *made*, locally; None where it cannot be."""
     steps = []
     for axis in made:
-        wanted = target[axis]
-        assert isinstance(wanted, Partial)
-        after = (*layout[:axis], wanted, *layout[axis + 1 :])
-        if shard_dim(layout[axis]) is not None and (
-            wanted.reduce_op not in _PADDED
-            or any(not _holds(whole, part) for part, whole in _boxes(world, layout, after))
+        after = (*layout[:axis], target[axis], *layout[axis + 1 :])
+        if isinstance(layout[axis], tuple) and (
+            target[axis] not in _PADDED or not _within(world, after, layout)
         ):
             return None
-        steps.append(world.step("make_partial", (axis,), wanted.reduce_op, layout, after, 0))
+        steps.append(_Draft("make_partial", (axis,), layout, after))
         layout = after
     return steps

@@ -170,9 +170,15 @@ class _Site:
         axes = self.step.axes
         if len(axes) == 1:
             return self.mesh.get_group(axes[0])
-        index = tuple(slice(None) if axis in axes else own for axis, own in enumerate(self.where))
-        ranks = self.mesh.mesh[index].flatten().tolist()
+        ranks = [self.mesh.rank_list[self._position(there)] for there in self.peers()]
         return registry.get(ranks, GroupConfig(), f"axes {axes} of {self.mesh}")
+
+    def _position(self, where: tuple[int, ...]) -> int:
+        """Where a coordinate stands in the mesh's row-major list of ranks."""
+        position = 0
+        for size, own in zip(self.mesh_shape, where, strict=True):
+            position = position * size + own
+        return position
 
 
 # --- pieces -------------------------------------------------------------------------------------------------------------
