@@ -4,6 +4,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
 
@@ -32,7 +34,7 @@ html_theme = "furo"
 html_title = "Hyper-Parallel"
 nitpicky = True
 # Type variables have no page of their own.
-nitpick_ignore_regex = [("py:class", r"(.*\.)?_?[A-Z]")]
+nitpick_ignore_regex = [("py:(class|obj)", r"(.*\.)?_?[A-Z]")]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
@@ -59,3 +61,31 @@ intersphinx_mapping = {
     )
     for name, address in ADDRESSES.items()
 }
+
+
+COLON = "\ue000"
+"""Stands for a colon while napoleon runs: a character that nobody writes."""
+
+
+def hide_colons(
+    _app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Keep the first sentence of an attribute whole.
+
+    Napoleon reads what stands before a colon in it as a type; our types are annotations.
+    """
+    if what in {"attribute", "data", "property"} and lines:
+        lines[0] = lines[0].replace(":", COLON)
+
+
+def show_colons(
+    _app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Put the colons back."""
+    lines[:] = [line.replace(COLON, ":") for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """Run before and after napoleon, which has the usual priority of 500."""
+    app.connect("autodoc-process-docstring", hide_colons, priority=100)
+    app.connect("autodoc-process-docstring", show_colons, priority=900)
