@@ -114,8 +114,9 @@ def _wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shap
 def class_dim_of_dtensor(logits: TorchDTensor, target: Tensor, class_dim: int | None) -> int:
     """`class_dim_of` for logits whose targets may be this rank's part only.
 
-    Then the class dimension is the one of 1 and the last that is sharded, if only one is: all ranks see that alike. If
-    both are, this rank's shapes decide.
+    Then shapes don't tell, since a short shard of one dimension may be as long as one of another on some ranks and not
+    on others. The class dimension is dimension 1 if that is cut and the last isn't, and the last otherwise; where
+    neither is cut the shapes are the same on all ranks, and do tell.
     """
     shape, target_shape = tuple(logits.shape), tuple(target.shape)
     last = len(shape) - 1
@@ -124,13 +125,9 @@ def class_dim_of_dtensor(logits: TorchDTensor, target: Tensor, class_dim: int | 
     if target_shape in (shape, shape[:1] + shape[2:], shape[:-1]):
         return class_dim_of(shape, target_shape, None)
     cut = {shard_dim(placement) for placement in logits.placements}
-    if (1 in cut) != (last in cut):
-        return 1 if 1 in cut else last
-    return class_dim_of(_local_shape(logits), target_shape, None)
-
-
-def _local_shape(logits: TorchDTensor) -> tuple[int, ...]:
-    return tuple(logits.detach().to_local().shape)
+    if cut.isdisjoint((1, last)):
+        return class_dim_of(tuple(logits.to_local().shape), target_shape, None)
+    return 1 if 1 in cut and last not in cut else last
 
 
 def layout_of(logits: TorchDTensor, class_dim: int) -> LogitsLayout:
