@@ -112,7 +112,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.grad_placements = grad_placements or gradient_placements(placements)  # type: ignore[attr-defined]  # as above
         ctx.set_materialize_grads(False)  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
         spec = make_spec(mesh, placements, shape, stride, local.dtype)
-        return new_dtensor(cls, local.view_as(local), spec, False)
+        return new_dtensor(cls, local.detach(), spec, False)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -97,8 +97,8 @@ def group_size(args: Sequence[object]) -> int:
     for value in reversed(args):
         if isinstance(value, torch.distributed.ProcessGroup):
             return value.size()
-        if isinstance(value, torch.ScriptObject) and hasattr(value, "size"):  # how c10d's operators box a group
-            return int(value.size())
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return torch.distributed.ProcessGroup.unbox(value).size()  # how c10d's operators take a group
         if isinstance(value, str):
             try:
                 return torch.distributed.distributed_c10d._resolve_process_group(value).size()

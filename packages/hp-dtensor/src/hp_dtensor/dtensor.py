@@ -349,3 +349,7 @@ def as_dtensor(tensor: TorchDTensor) -> DTensor:
     if isinstance(tensor, DTensor):
         return tensor
     return cast("DTensor", new_dtensor(DTensor, tensor._local_tensor, spec_from_torch(tensor._spec), tensor.requires_grad))
+
+
+# What a checkpoint of ours holds, so that torch.load(weights_only=True) takes it. Torch lists its own types itself.
+torch.serialization.add_safe_globals([DTensor, rebuild, TensorMeta, DTensorSpec])

@@ -42,7 +42,7 @@ def to_local(tensor: Tensor, *, grad_placements: Sequence[Placement] | None = No
     """
     if not isinstance(tensor, TorchDTensor):
         return tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # A method call is put into the graph as it is; what is inside runs when the graph is lowered.
         return tensor.to_local(grad_placements=grad_placements)
     spec = spec_of(tensor)
@@ -86,7 +86,7 @@ def redistribute_local(
     before, after = resolve(source, mesh, ndim), resolve(target, mesh, ndim)
     whole = tuple(shape) if shape is not None else _autograd.global_shape(local, mesh, before)[0]
     grad = gradient_placements(after) if grad_placements is None else resolve(grad_placements, mesh, ndim)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         from hp_dtensor import _compiled
 
         return _compiled.redistribute_local(

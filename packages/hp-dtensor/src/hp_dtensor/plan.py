@@ -366,7 +366,7 @@ def _compare(size: int, held: _Cuts, wanted: _Cuts) -> _Dim:
         before, after = _cut(size, held, where), _cut(size, wanted, where)
         same = same and before == after
         table.append((length(after), length(common(before, after))))
-    asked = ()
+    asked: tuple[int, ...] = ()
     if any(after != kept for after, kept in table):
         asked = _asked(size, held, wanted, axes)
     return _Dim(asked, same, axes, tuple(table))

@@ -97,3 +97,9 @@ def _copy(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str
 @handles(aten.is_pinned.default)
 def _is_pinned(_cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     return op(local_of(cast("Tensor", args[0])), *args[1:], **kwargs)
+
+
+@handles(aten.allclose.default)
+def _allclose(_cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    close = torch.isclose(*cast("tuple[Tensor, Tensor]", args[:2]), *args[2:], **kwargs)  # type: ignore[arg-type]  # tolerances
+    return bool(close.all())

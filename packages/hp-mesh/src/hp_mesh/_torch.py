@@ -83,6 +83,17 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def find_backend(backend: str) -> list[str]:
+    """Return the backend names in *backend* that torch does not have; makes the fake one known.
+
+    Torch registers its fake backend in a module of its test tools, which nothing imports by itself.
+    """
+    names = set(backend_devices(backend).values()) if ":" in backend else {backend}
+    if "fake" in names:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers
+    return sorted(name for name in names if name.lower() not in c10d.Backend.backend_list)
+
+
 def create_group(
     ranks: Sequence[int],
     rank: int,
@@ -273,8 +284,12 @@ def pop_current(mesh: TorchMesh) -> None:
 
 
 def is_compiling() -> bool:
-    """Say whether torch.compile is tracing; a method of our mesh is then inlined into the graph."""
-    return torch.compiler.is_compiling()
+    """Say whether Dynamo is tracing this very code; a method of our mesh is then inlined into the graph.
+
+    Not `torch.compiler.is_compiling`, which also holds while the traced graph is lowered and our code
+    really runs: the group must then be found, and made, as in an eager program.
+    """
+    return torch.compiler.is_dynamo_compiling()
 
 
 # --- testing ----------------------------------------------------------------------------------

@@ -342,7 +342,9 @@ def register_rule(
     """Put *rule* into the table for each overload in *ops*.
 
     Args:
-        ops: Operator overloads; a packet stands for all its overloads.
+        ops: Operator overloads; a packet stands for all its overloads. The ``out=`` forms take
+            the same rule, with the results' placements for the tensors written to, unless *local*
+            is given.
         rule: The strategies of a call.
         local: Gives what to run on a coordinate instead of the operator itself, for operators
             whose static arguments speak about sizes, counts or positions of the whole tensor.
@@ -366,13 +368,62 @@ def register_rule(
             return groups
 
     entry = OpRule(rule, local, find_linear, zipped)
+    writing = OpRule(_with_out(rule), None, _linear_with_out(find_linear), zipped)
     found = tuple(_overloads(ops))
     taken = [str(op) for op in found if op in _table]
     if taken and not overwrite:
         msg = f"{', '.join(taken)} already has a rule; pass overwrite=True to replace it"
         raise ValueError(msg)
     for op in found:
-        _table[op] = entry
+        if not _is_out_variant(op):
+            _table[op] = entry
+        elif local is None:
+            _table[op] = writing
+
+
+# --- out= forms -------------------------------------------------------------------------------
+
+_OUT_NAMES = frozenset({"grad_input", "values", "values_stable", "dim_max", "dim_min"})
+
+
+def _is_out_variant(op: OpOverload) -> bool:
+    """Whether *op* writes its results into keyword arguments, by ATen's naming rule."""
+    name = str(op).rpartition(".")[2]
+    return name == "out" or name.endswith("_out") or name in _OUT_NAMES
+
+
+def _without_out(call: OpCall) -> OpCall | None:
+    """Return *call* without the tensors that it writes to, which come last; None if they resize."""
+    count = len(call.outputs)
+    names = [name for name, value in call.kwargs.items() if isinstance(value, TensorMeta)]
+    written = names[len(names) - count :]
+    for name, result in zip(written, call.outputs, strict=False):
+        given = call.kwargs[name]
+        if not isinstance(given, TensorMeta) or result is None or given.shape != result.shape:
+            return None
+    kept = {name: value for name, value in call.kwargs.items() if name not in written}
+    return replace(call, kwargs=kept, present=call.present[: len(call.tensors) - len(written)])
+
+
+def _with_out(rule: Rule) -> Rule:
+    def write(call: OpCall) -> Iterator[Strategy]:
+        inner = _without_out(call)
+        for strategy in rule(inner) if inner is not None else ():
+            written = tuple(place for place in strategy.outputs if place is not None)
+            yield Strategy(strategy.outputs, strategy.inputs + written)
+
+    return write
+
+
+def _linear_with_out(linear: LinearFinder) -> LinearFinder:
+    def find(call: OpCall) -> Iterator[frozenset[int]]:
+        inner = _without_out(call)
+        if inner is not None:
+            written = range(len(inner.tensors), len(call.tensors))
+            for group in linear(inner):
+                yield group.union(written)
+
+    return find
 
 
 def register_tag_rule(tag: torch.Tag, entry: OpRule) -> None:

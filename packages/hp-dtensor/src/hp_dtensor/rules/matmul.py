@@ -50,7 +50,6 @@ def product(equation: str, addend: str | None = None) -> Rule:
         inputs: list[Dims] = [left, right]
         if addend is not None:
             inputs.insert(0, addend[len(addend) - len(call.tensors[0].shape) :])
-        inputs += [result] * (len(call.tensors) - len(inputs))  # out=
         yield from label_strategies(
             call,
             inputs,
@@ -73,7 +72,7 @@ def _spread_addend(local: LocalCall) -> Callable[..., object]:
     """Broadcast the addend first: kernels take an addend of one row as the size of a result."""
     op = local.call.op
     shape = local.output_local_shapes[0] or ()
-    if local.input_local_shapes[0] == shape:
+    if local.input_local_shapes[0] == shape or is_in_place(local.call):
         return op
 
     def run(addend: torch.Tensor, *args: object, **kwargs: object) -> object:

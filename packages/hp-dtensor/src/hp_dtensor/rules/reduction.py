@@ -66,9 +66,7 @@ def reduction(
         outputs: list[Dims | None] = [
             target if meta is not None else None for meta in call.outputs
         ]
-        extra: list[Dims] = [target] * (len(call.tensors) - 1)  # out=
-        kind = combine(call)
-        yield from label_strategies(call, [source, *extra], outputs, reduce=kind)
+        yield from label_strategies(call, [source], outputs, reduce=combine(call))
 
     return rule
 
@@ -111,12 +109,9 @@ def _mean_local(local: LocalCall) -> Callable[..., torch.Tensor]:
         tensor: torch.Tensor,
         _dim: object = None,
         keepdim: bool = False,
-        *,
-        out: torch.Tensor | None = None,
         **_dtype: object,
     ) -> torch.Tensor:
-        found = tensor.sum(list(dims), keepdim=keepdim, dtype=wide).div_(count).to(dtype)
-        return found if out is None else out.copy_(found)
+        return tensor.sum(list(dims), keepdim=keepdim, dtype=wide).div_(count).to(dtype)
 
     return run
 
@@ -201,12 +196,12 @@ register_rule(aten_ops("mean"), reduction(_sum), linear=_linear, local=_mean_loc
 register_rule(aten_ops("count_nonzero"), reduction(_sum))
 register_rule(aten_ops("prod"), _idempotent("product"))
 register_rule(
-    aten_ops("amax", "max.default", "max.unary_out"),
+    aten_ops("amax", "max.default"),
     _idempotent("max"),
     local=_extreme_local("max"),
 )
 register_rule(
-    aten_ops("amin", "min.default", "min.unary_out"),
+    aten_ops("amin", "min.default"),
     _idempotent("min"),
     local=_extreme_local("min"),
 )

@@ -7,17 +7,16 @@ own module by value was not taken: helpers in a neighbouring file would not arri
 
 from __future__ import annotations
 
+import importlib
+import io
 import sys
 import sysconfig
 from contextlib import ExitStack
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import cloudpickle  # type: ignore[import-untyped]
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["dumps"]
 
@@ -34,8 +33,20 @@ def dumps(value: object) -> bytes:
             if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
                 stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        data: bytes = cloudpickle.dumps(value)
-        return data
+        out = io.BytesIO()
+        _Pickler(out).dump(value)
+        return out.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    """Send an importable module by its name, also when its class is not the plain one (``torch.ops``)."""
+
+    def reducer_override(self, value: object) -> object:
+        if isinstance(value, ModuleType) and type(value) is not ModuleType:
+            name = value.__name__
+            if sys.modules.get(name) is value:
+                return importlib.import_module, (name,)
+        return super().reducer_override(value)
 
 
 def _by_value(module: ModuleType | None) -> bool:

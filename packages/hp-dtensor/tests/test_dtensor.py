@@ -1,0 +1,398 @@
+"""The distributed tensor against the single device: values, gradients, layouts and errors, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hp_dtensor import (
+    CommDebugMode,
+    DTensor,
+    ImplicitCommunicationError,
+    InPlaceError,
+    LayoutError,
+    MixedTensorError,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    implicit_replication,
+    strict,
+    zeros,
+)
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+
+R = Replicate()
+
+
+def close(got: torch.Tensor, want: torch.Tensor, **tolerance: float) -> None:
+    whole = got.full_tensor() if isinstance(got, DTensor) else got
+    torch.testing.assert_close(whole, want, **tolerance)
+
+
+@spmd(world_size=4)
+def test_every_layout_gives_the_whole_tensor_back() -> None:
+    """distribute_tensor and full_tensor are inverse for even, uneven and short tensors on 1-D and 2-D meshes."""
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    for shape in ((8, 4), (5, 3), (1, 2), (0, 3), (7,)):
+        whole = torch.randn(shape)
+        choices = [R, *(Shard(d) for d in range(len(shape))), Partial(), Partial("avg"), Partial("max")]
+        for placement in choices:
+            close(distribute_tensor(whole, flat, [placement]), whole)
+        for pair in itertools.product([R, *(Shard(d) for d in range(len(shape))), Partial()], repeat=2):
+            close(distribute_tensor(whole, square, pair), whole)
+            close(distribute_tensor(whole, square, pair, src_data_rank=None), whole)
+
+
+@spmd(world_size=4)
+def test_pieces_are_those_of_chunk() -> None:
+    """A shard is what torch.chunk gives, contiguous, in memory of its own."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(30.0).reshape(6, 5)
+    for dim in (0, 1):
+        pieces = [*whole.chunk(4, dim)]
+        empty = pieces[0].narrow(dim, 0, 0)
+        local = distribute_tensor(whole, mesh, [Shard(dim)]).to_local()
+        rank = mesh.get_local_rank()
+        want = pieces[rank] if rank < len(pieces) else empty
+        assert torch.equal(local, want)
+        assert local.is_contiguous()
+        assert local.untyped_storage().nbytes() == local.numel() * 4
+
+
+@spmd(world_size=2)
+def test_gradients_cross_the_border_both_ways() -> None:
+    """Entering and leaving, for each placement, gives the single device's gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.randn(4, 3)
+    weight = torch.randn(4, 3)
+    for placement in (R, Shard(0), Shard(1)):
+        leaf = distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        inside = DTensor.from_local(leaf.to_local(), mesh, [placement], shape=whole.shape)
+        (inside * distribute_tensor(weight, mesh, [placement])).sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        close(leaf.grad, weight)
+
+
+@spmd(world_size=2)
+def test_a_partial_value_has_a_replicated_gradient() -> None:
+    """Leaving as addends and coming back does not multiply the gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.tensor([1.0, 2.0])
+    d = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    total = (d * d).sum()
+    assert total.is_partial("sum")
+    again = DTensor.from_local(total.to_local(), mesh, [Partial()])
+    (again * 3).full_tensor().backward()
+    assert d.grad is not None
+    close(d.grad, 6 * x)
+
+
+@spmd(world_size=2)
+def test_grad_placements_say_how_replicas_add_up() -> None:
+    """A replica used for rank-local data has a partial gradient, which is summed when told so."""
+    mesh = init_device_mesh("cpu", (2,))
+    w, x = torch.tensor([1.0, 2.0]), torch.arange(4.0).view(2, 2)
+    dw = distribute_tensor(w, mesh, [R]).requires_grad_()
+    loc = distribute_tensor(x, mesh, [Shard(0)]).to_local()
+    (loc * dw.to_local(grad_placements=[Partial()])).sum().backward()
+    ref = w.clone().requires_grad_()
+    (x * ref).sum().backward()
+    assert dw.grad is not None
+    assert dw.grad.placements == (R,)
+    assert ref.grad is not None
+    close(dw.grad, ref.grad)
+
+
+@spmd(world_size=2)
+def test_double_backward_equals_the_single_device() -> None:
+    """The second derivative through redistribute, to_local and from_local is right."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, dtype=torch.float64)
+
+    def second(value: torch.Tensor) -> torch.Tensor:
+        y = value**3
+        if isinstance(y, DTensor):
+            y = y.redistribute(placements=[R]).to_local()
+        (g,) = torch.autograd.grad(y.sum(), value, create_graph=True)
+        total = (g * g).sum()
+        if isinstance(total, DTensor):
+            total = total.full_tensor()
+        (h,) = torch.autograd.grad(total, value)
+        return h
+
+    close(second(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()), second(x.clone().requires_grad_()))
+
+
+@spmd(world_size=4)
+def test_linear_equals_the_single_device_for_every_layout() -> None:
+    """F.linear, its bias and all three gradients, over the product of placements on a 2-D mesh."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x, w, b = torch.randn(2, 4, 6), torch.randn(8, 6), torch.randn(8)
+    ref = [t.clone().requires_grad_() for t in (x, w, b)]
+    F.linear(*ref).square().sum().backward()
+    for px, pw in itertools.product(
+        itertools.product([R, Shard(0), Shard(1), Shard(2)], repeat=2), itertools.product([R, Shard(0), Shard(1)], repeat=2)
+    ):
+        d = [
+            distribute_tensor(t, mesh, p, src_data_rank=None).requires_grad_()
+            for t, p in ((x, px), (w, pw), (b, (R, R)))
+        ]
+        out = F.linear(*d)
+        close(out, F.linear(x, w, b))
+        out.square().sum().backward()
+        for a, e in zip(d, ref, strict=True):
+            assert a.grad is not None
+            assert e.grad is not None
+            close(a.grad, e.grad, rtol=1e-4, atol=1e-4)
+
+
+@spmd(world_size=2)
+def test_linear_on_a_sharded_sequence_stays_local() -> None:
+    """A token-wise layer leaves a sharded sequence sharded and sends nothing."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, w, b = torch.randn(2, 8, 4), torch.randn(6, 4), torch.randn(6)
+    d = [distribute_tensor(t, mesh, [p]) for t, p in ((x, Shard(1)), (w, R), (b, R))]
+    with CommDebugMode() as comm:
+        out = F.linear(*d)
+    assert comm.get_total_counts() == 0
+    assert out.placements == (Shard(1),)
+    close(out, F.linear(x, w, b))
+
+
+@spmd(world_size=2)
+def test_addends_meet_plain_numbers_and_replicas_once() -> None:
+    """A Partial value plus a number, a 0-d tensor or a replica adds it once, not once a rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(10.0).reshape(10, 1)
+    one = torch.ones(())
+    for f in (
+        lambda t: t + 10,
+        lambda t: t + torch.tensor(10),
+        lambda t: 10 + t,
+        lambda t: t - 10,
+        lambda t: 10 - t,
+        lambda t: torch.add(t, 3, alpha=2),
+        lambda t: t * 2 + 1,
+        lambda t: t / 2 - 1,
+        lambda t: t * t,
+        lambda t: t.abs(),
+        lambda t: torch.maximum(t, -t),
+        lambda t: 1 / t,
+    ):
+        total = distribute_tensor(x, mesh, [Shard(0)]).sum()
+        assert total.is_partial()
+        close(f(total), f(x.sum()))
+    total = distribute_tensor(x, mesh, [Shard(0)]).sum()
+    close(total + distribute_tensor(one, mesh, [R]), x.sum() + 1)
+
+
+@spmd(world_size=2)
+def test_values_read_on_the_host_are_global() -> None:
+    """item, float, int, bool, tolist and equal see the whole tensor on every rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(6.0)
+    total = distribute_tensor(x, mesh, [Shard(0)]).sum()
+    assert total.item() == float(total) == int(total) == total.tolist() == 15
+    assert bool(total)
+    a, b = x.clone(), x.clone()
+    b[5] = 9
+    da, db = (distribute_tensor(t, mesh, [Shard(0)]) for t in (a, b))
+    assert torch.equal(da, db) is False
+    assert torch.equal(da, distribute_tensor(a, mesh, [R])) is True
+    assert torch.allclose(da, db) is False
+
+
+@spmd(world_size=2)
+def test_in_place_operators_keep_their_layout_or_refuse() -> None:
+    """An in-place operator writes through, and one that would have to change the layout says so."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(1.0, 7.0)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    same = d.mul_(2).add_(distribute_tensor(x, mesh, [R]))
+    assert same is d
+    close(d, x * 3)
+    total = distribute_tensor(x, mesh, [Shard(0)]).sum()
+    with pytest.raises(InPlaceError, match="in-place operations that require placement changes are not supported"):
+        total.clamp_(max=2)
+
+
+@spmd(world_size=2)
+def test_writing_to_a_copied_slice_is_an_error() -> None:
+    """A slice that had to be gathered is no view, so a write to it is refused rather than lost."""
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    whole = torch.ones(8, 4)
+    whole[:2] = 0
+    try:
+        d[:2].zero_()
+    except InPlaceError as error:
+        assert "would not reach" in str(error)
+    else:
+        close(d, whole)
+    e = distribute_tensor(torch.ones(8, 4), mesh, [Shard(1)])
+    e[:2].zero_()
+    close(e, whole)
+
+
+@spmd(world_size=2)
+def test_mixing_with_plain_tensors_is_an_error_unless_it_is_safe() -> None:
+    """Scalars, one-element and integer tensors mix freely; float tensors only when told that they are replicated."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, k = torch.randn(4, 4), torch.randn(4, 4)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    close(d * torch.tensor(2.0), x * 2)
+    close(d + torch.tensor([[1.0]]), x + 1)
+    with pytest.raises(MixedTensorError, match=r"got mixed torch.Tensor and DTensor: tensor argument 1 .* \(4, 4\)"):
+        d + k
+    with implicit_replication():
+        close(d + k, x + k)
+        close(d @ k, x @ k)
+        close(torch.cat([d, k]), torch.cat([x, k]))
+    with pytest.raises(MixedTensorError):
+        d + k
+
+
+@spmd(world_size=2)
+def test_strict_mode_names_the_hidden_collective() -> None:
+    """Inside strict() an operator that must communicate raises, and explicit moves go on working."""
+    mesh = init_device_mesh("cpu", (2,))
+    a = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    with strict():
+        with pytest.raises(ImplicitCommunicationError, match="mm"):
+            a @ a
+        a.redistribute(placements=[R])
+        (a + a).relu()
+    close(a @ a, a.full_tensor() @ a.full_tensor())
+
+
+@spmd(world_size=4)
+def test_from_local_checks_what_it_is_told() -> None:
+    """Pieces that the shard rule would not give are refused, with run_check by the same error on all ranks."""
+    mesh = init_device_mesh("cpu", (4,))
+    rank = mesh.get_local_rank()
+    whole = torch.arange(20.0).reshape(10, 2)
+    piece = whole.chunk(4)[rank]
+    assert DTensor.from_local(piece, mesh, [Shard(0)], run_check=True).shape == (10, 2)
+    close(DTensor.from_local(piece, mesh, [Shard(0)], shape=(10, 2)), whole)
+    odd = torch.zeros(2, 2 + rank)
+    with pytest.raises(LayoutError, match=r"mesh coordinate \(0,\) holds a local tensor of shape \(2, 2\)"):
+        DTensor.from_local(odd, mesh, [Shard(1)], run_check=True)
+    with pytest.raises(LayoutError, match="stride"):
+        DTensor.from_local(piece, mesh, [Shard(0)], stride=(2, 1))
+    replica = torch.full((3,), float(rank))
+    close(DTensor.from_local(replica, mesh, [R], run_check=True), torch.zeros(3))
+
+
+@spmd(world_size=4)
+def test_alias_strings_stand_for_placements() -> None:
+    """Names of axes, one entry a dim, mean the same as placements, and the order in a tuple is kept."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.arange(32.0).reshape(8, 4)
+    d = distribute_tensor(x, mesh, ("dp", "tp"))
+    assert d.placements == (Shard(0), Shard(1))
+    assert d.redistribute(placements=("None", "tp")).placements == (R, Shard(1))
+    assert d.redistribute(placements=(("dp", "tp"), "None")).placements == (Shard(0), Shard(0))
+    swapped = d.redistribute(placements=(("tp", "dp"), "None"))
+    assert swapped.placements == (StridedShard(0, split_factor=2), Shard(0))
+    dp, tp = mesh.get_coordinate()
+    assert torch.equal(swapped.to_local(), x[tp * 4 + dp * 2 : tp * 4 + dp * 2 + 2])
+    close(swapped, x)
+    with pytest.raises(LayoutError, match="'pp' on dim 0 is no axis"):
+        distribute_tensor(x, mesh, ("pp", "None"))
+
+
+@spmd(world_size=2)
+def test_copies_pickles_and_saves_by_value() -> None:
+    """deepcopy, pickle and torch.save keep values, layout, requires_grad and the kind of parameter."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(5, 3)
+    d = torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
+    for other in (copy.deepcopy(d), pickle.loads(pickle.dumps(d))):
+        assert isinstance(other, DTensor)
+        assert isinstance(other, torch.nn.Parameter)
+        assert other.requires_grad
+        assert other.placements == d.placements
+        assert other.shape == (5, 3)
+        close(other.detach(), x)
+        assert other.to_local().data_ptr() != d.to_local().data_ptr()
+    buffer = io.BytesIO()
+    torch.save({"d": d}, buffer)
+    buffer.seek(0)
+    close(torch.load(buffer, weights_only=False)["d"].detach(), x)
+    buffer.seek(0)
+    close(torch.load(buffer, weights_only=True)["d"].detach(), x)
+
+
+@spmd(world_size=2)
+def test_data_and_copy_write_values_and_layout() -> None:
+    """Setting .data replaces the local tensor; copy_ takes another layout or a plain whole tensor."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 3)
+    d = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
+    d.copy_(x)
+    close(d, x)
+    d.copy_(distribute_tensor(2 * x, mesh, [Shard(1)]))
+    close(d, 2 * x)
+    d.data = distribute_tensor(3 * x, mesh, [Shard(1)])
+    assert d.placements == (Shard(1),)
+    close(d, 3 * x)
+
+
+@spmd(world_size=3)
+def test_a_rank_outside_the_mesh_takes_part_without_data() -> None:
+    """On a mesh smaller than the world the other ranks run the same program on empty pieces."""
+    from hp_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    d = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    out = (d * 2).sum()
+    if torch.distributed.get_rank() < 2:
+        close(out, torch.arange(6.0).sum() * 2)
+    else:
+        assert d.to_local().numel() == 0
+
+
+@spmd(world_size=2)
+def test_meta_tensors_never_communicate() -> None:
+    """A tensor without data is laid out without a collective and stays without data."""
+    mesh = init_device_mesh("cpu", (2,))
+    with CommDebugMode() as comm:
+        d = distribute_tensor(torch.empty(8, 4, device="meta"), mesh, [Shard(0)])
+    assert comm.get_total_counts() == 0
+    assert d.to_local().is_meta
+    assert d.shape == (8, 4)
+
+
+@spmd(world_size=2)
+def test_factories_make_only_the_local_piece() -> None:
+    """zeros of an uneven shape has the exact global shape and the chunk's local shape."""
+    mesh = init_device_mesh("cpu", (2,))
+    d = zeros(5, 3, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64, requires_grad=True)
+    assert (d.shape, d.dtype, d.requires_grad) == ((5, 3), torch.float64, True)
+    assert d.local_shape[0] == (3, 2)[mesh.get_local_rank()]
+    with mesh:
+        assert zeros((2, 2)).placements == (R,)
+
+
+@spmd(world_size=2)
+def test_wrong_placements_are_named() -> None:
+    """Each malformed layout gets one error that says what is legal."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.zeros(2, 2)
+    for bad, words in (
+        ([Shard(2)], "dims from -2 to 1 are legal"),
+        ([R, R], "2 placements .* for a mesh of 1 axes"),
+        ([0], "each entry must be a Placement"),
+        ([Partial("median")], "the reduce op must be one of"),
+    ):
+        with pytest.raises(LayoutError, match=words):
+            distribute_tensor(x, mesh, bad)
+    assert distribute_tensor(x, mesh, [Shard(-1)]).placements == (Shard(1),)

@@ -1,0 +1,229 @@
+"""Each private name of torch that we use does what we rely on; run on the oldest and on the newest torch.
+
+Then the compositions that decided the design: FSDP2 over tensor parallel, checkpoints across layouts, and compilation.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from hp_dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, StridedShard, clip_grad_norm_, distribute_tensor
+from hp_dtensor import _torch as seam
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+R = Replicate()
+aten = torch.ops.aten
+pytestmark = pytest.mark.seam
+
+
+def test_a_torch_spec_has_the_fields_that_others_read() -> None:
+    """DTensorSpec takes mesh, placements and metadata, and derives an axis order."""
+    meta = seam.TensorMeta(torch.Size([4]), (1,), torch.float32)
+    assert (meta.shape, meta.stride, meta.dtype) == (torch.Size([4]), (1,), torch.float32)
+    fields = set(seam.DTensorSpec.__dataclass_fields__)
+    assert {"mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order"} <= fields
+
+
+def test_strided_shard_is_a_value() -> None:
+    """The private placement compares by dim and factor, and is no plain shard."""
+    assert seam.StridedShard(0, split_factor=2) == seam.StridedShard(0, split_factor=2)
+    assert seam.StridedShard(0, split_factor=2) != seam.StridedShard(0, split_factor=3)
+    assert seam.StridedShard(0, split_factor=2) != Shard(0)
+    assert issubclass(seam.MaskPartial, Partial)
+
+
+def test_metadata_runs_escape_a_mode() -> None:
+    """disable_current_modes hides what runs inside from a dispatch mode at work."""
+    with CommDebugMode(), seam.disable_current_modes():
+        assert torch.empty(2, device="meta").shape == (2,)
+
+
+def test_decompositions_are_found() -> None:
+    """The table knows an operator that has a decomposition and none for one that has not."""
+    assert callable(seam.decomposition_of(aten.huber_loss.default))
+    assert seam.decomposition_of(aten.mm.default) is None
+
+
+def test_nested_arguments_flatten_and_come_back() -> None:
+    """tree_flatten and tree_unflatten are inverse on nested containers."""
+    value = ({"a": [1, 2]}, (3,))
+    leaves, tree = seam.tree_flatten(value)
+    assert leaves == [1, 2, 3]
+    assert seam.tree_unflatten(leaves, tree) == value
+
+
+@spmd(world_size=2)
+def test_collectives_are_recognised() -> None:
+    """A c10d collective counts as its functional twin, with the size of its group."""
+    with CommDebugMode() as comm:
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        dist.all_gather([torch.empty(4), torch.empty(4)], x)
+    functional = torch.ops._c10d_functional
+    assert comm.get_comm_counts() == {functional.all_reduce: 1, functional.all_gather_into_tensor: 1}
+    assert comm.get_total_bytes() == 16 + 16
+
+
+@spmd(world_size=2)
+def test_the_fast_constructor_makes_one_of_ours() -> None:
+    """_dtensor__new__ stores our spec, and torch's own spec is made from it on demand."""
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)])
+    assert type(d) is DTensor
+    assert isinstance(d, TorchDTensor)
+    assert isinstance(d._spec, seam.DTensorSpec)
+    assert d._spec is d._spec
+    assert (d._spec.placements, d._spec.mesh) == ((Shard(0),), mesh)
+
+
+@spmd(world_size=2)
+def test_our_dispatch_wins_over_the_base_class() -> None:
+    """Mixed with one of torch's tensors, in both orders, the operator comes to us and gives one of ours."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 2)
+    ours = distribute_tensor(x, mesh, [Shard(0)])
+    base = TorchDTensor.from_local(ours.to_local(), mesh, [Shard(0)], run_check=False)
+    for out in (ours + base, base + ours, torch.mul(base, ours)):
+        assert type(out) is DTensor
+    torch.testing.assert_close((ours + base).full_tensor(), 2 * x)
+
+
+def _parameters(module: nn.Module, mesh: object, plan: dict[str, object]) -> None:
+    for name, placement in plan.items():
+        path, _, leaf = name.rpartition(".")
+        child = module.get_submodule(path)
+        child.register_parameter(leaf, nn.Parameter(distribute_tensor(getattr(child, leaf).detach(), mesh, [placement])))
+
+
+class Block(nn.Module):
+    """A feed-forward block that stays on distributed tensors from start to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+PLAN = {
+    "norm.weight": R,
+    "norm.bias": R,
+    "up.weight": Shard(0),
+    "up.bias": Shard(0),
+    "down.weight": Shard(1),
+}
+
+
+@spmd(world_size=4)
+def test_fsdp2_over_tensor_parallel_trains_like_one_device() -> None:
+    """Three AdamW steps with clipping on a (dp, tp) mesh give the single device's losses, norms and weights."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model, alone = Block(), Block()
+    model.load_state_dict(alone.state_dict())
+    _parameters(model, mesh["tp"], PLAN)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True) for m in (model, alone)]
+    data = torch.randn(3, 8, 5, 8)
+    for x in data:
+        mine = x.chunk(2)[mesh["dp"].get_local_rank()]
+        out = model(distribute_tensor(mine, mesh["tp"], [R], src_data_rank=None))
+        loss = out.full_tensor().square().mean()
+        loss.backward()
+        want = alone(x).square().mean()
+        want.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh["dp"].get_group())
+        torch.testing.assert_close(mean / 2, want.detach())
+        norm = clip_grad_norm_(model.parameters(), 0.05)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 0.05))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, got), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert got.device_mesh.ndim == 2, name
+        torch.testing.assert_close(got.full_tensor(), want, msg=name)
+
+
+@spmd(world_size=4)
+def test_a_checkpoint_loads_into_any_layout() -> None:
+    """What one layout saves another loads, bit for bit, uneven and 2-D layouts included."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh("cpu", (4,))
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    whole = torch.arange(35.0).reshape(7, 5)
+    layouts = [
+        (flat, [Shard(0)]),
+        (flat, [Shard(1)]),
+        (mesh, [Shard(0), Shard(1)]),
+        (mesh, [StridedShard(0, split_factor=2), Shard(0)]),
+        (mesh, [R, Shard(0)]),
+        (flat, [R]),
+    ]
+    for number, (where, placements) in enumerate(layouts):
+        folder = f"{path[0]}/{number}"
+        dcp.save({"w": distribute_tensor(whole, where, placements)}, checkpoint_id=folder)
+        for other, wanted in layouts:
+            target = distribute_tensor(torch.zeros(7, 5), other, wanted)
+            dcp.load({"w": target}, checkpoint_id=folder)
+            assert torch.equal(target.full_tensor(), whole)
+        plain = torch.zeros(7, 5)
+        dcp.load({"w": plain}, checkpoint_id=folder)
+        assert torch.equal(plain, whole)
+
+
+@spmd(world_size=2, timeout=170)
+def test_a_block_compiles_in_one_graph_forward_and_backward() -> None:
+    """torch.compile(fullgraph=True) of a block on distributed tensors gives the eager value and gradients."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model, alone = Block(), Block()
+    model.load_state_dict(alone.state_dict())
+    _parameters(model, mesh, PLAN)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, 8)
+    for placement in (R, Shard(0)):
+        model.zero_grad()
+        alone.zero_grad()
+        d = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        ref = x.clone().requires_grad_()
+        out = compiled(d)
+        assert type(out) is DTensor
+        torch.testing.assert_close(out.full_tensor(), alone(ref))
+        out.square().mean().full_tensor().backward()
+        alone(ref).square().mean().backward()
+        torch.testing.assert_close(d.grad.full_tensor(), ref.grad)
+        for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+
+
+@spmd(world_size=2, timeout=170)
+def test_moves_compile_inside_the_graph() -> None:
+    """redistribute, to_local, from_local and the local move are part of one graph, with gradients."""
+    from hp_dtensor import redistribute_local
+
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 4)
+
+    def moves(d: DTensor) -> torch.Tensor:
+        y = (d * 2).redistribute(placements=[R]).to_local()
+        return redistribute_local(y, mesh, [R], [R], grad_placements=[R]) + 1
+
+    d = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    out = torch.compile(moves, backend="aot_eager", fullgraph=True)(d)
+    torch.testing.assert_close(out, 2 * x + 1)
+    out.square().sum().backward()
+    torch.testing.assert_close(d.grad.full_tensor(), 4 * (2 * x + 1))
