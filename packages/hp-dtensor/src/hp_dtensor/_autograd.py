@@ -206,7 +206,7 @@ class _RedistributeLocal(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
         async_op: bool,
     ) -> Tensor:
-        ctx.facts = (mesh, grad_source, gradient_placements(source), shape, backward_dtype or local.dtype, local.dtype)  # type: ignore[attr-defined]  # torch leaves these open
+        ctx.facts = (mesh, grad_source, source, shape, backward_dtype or local.dtype, local.dtype)  # type: ignore[attr-defined]  # torch leaves these open
         if forward_dtype is not None:
             local = local.to(forward_dtype)
         out = redistribute_tensor(local, mesh, shape, source, target, async_op=async_op)
@@ -217,8 +217,11 @@ class _RedistributeLocal(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return (None,) * 9
-        mesh, held, wanted, shape, dtype, out_dtype = ctx.facts  # type: ignore[attr-defined]  # set in forward
-        out = redistribute_local(grad, mesh, held, wanted, shape, gradient_placements(held), dtype, None, async_op=False)
+        mesh, held, source, shape, dtype, out_dtype = ctx.facts  # type: ignore[attr-defined]  # set in forward
+        wanted = gradient_placements(source)
+        # What comes back for this gradient in a second derivative is laid out as the forward's input: the adjoint of
+        # the adjoint is the forward's own move.
+        out = redistribute_local(grad, mesh, held, wanted, shape, source, dtype, None, async_op=False)
         return (out.to(out_dtype), None, None, None, None, None, None, None, None)
 
 

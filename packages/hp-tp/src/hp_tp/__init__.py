@@ -1,1 +1,46 @@
-"""."""
+"""Tensor parallelism for PyTorch modules: styles, plans, and the boundaries between local and distributed.
+
+General layout, bottom up: ``errors``; ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
+(a value crosses), ``placing`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding`` (local computation);
+``tensor_parallel``, ``norm``, ``prepare`` (the styles); ``plan`` (names to styles).
+"""
+
+from hp_tp._version import __version__
+from hp_tp.errors import (
+    BoundaryError,
+    PlanError,
+    StyleError,
+    UnmatchedKeyError,
+    UnsupportedModuleError,
+)
+from hp_tp.norm import SequenceParallel
+from hp_tp.plan import Match, ParallelPlan, match_plan, parallelize_module
+from hp_tp.prepare import (
+    NoParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+from hp_tp.style import ParallelStyle
+from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
+
+__all__ = [
+    "BoundaryError",
+    "ColwiseParallel",
+    "Match",
+    "NoParallel",
+    "ParallelPlan",
+    "ParallelStyle",
+    "PlanError",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "StyleError",
+    "UnmatchedKeyError",
+    "UnsupportedModuleError",
+    "__version__",
+    "match_plan",
+    "parallelize_module",
+]

@@ -1,0 +1,155 @@
+"""A value crosses the boundary of a parallel module: labelled, moved, wrapped or unwrapped, with right gradients.
+
+The rule: a plain tensor is what the style's label says; a distributed tensor is what *it* says, whatever the label. Both
+then move to the layout wanted, with the fewest collectives, and leave as plain or distributed as asked. Nothing moves
+when it is there already, and a plain tensor that stays plain makes no wrapper on its way.
+
+A label tells how a plain tensor is cut but not how long the whole is, so a plain shard stands for even shards; where a
+style knows the whole size (of the features, always) it says so, and a result whose pieces would be uneven is not handed
+out as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, redistribute_local, to_local
+from hp_dtensor.layout import resolve
+from hp_dtensor.local import as_ours
+from hp_dtensor.placements import shard_dim
+from hp_dtensor.spec import Spec, spec_of
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from hp_tp.errors import BoundaryError
+from hp_tp.partial_gradient import leave
+
+if TYPE_CHECKING:
+    from hp_mesh import DeviceMesh
+    from torch import Tensor
+
+__all__ = ["PARTIAL", "REPLICATE", "check_even", "hand_out", "map_tensors", "move", "normal", "spec_on"]
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+def normal(placement: Placement, ndim: int) -> Placement:
+    """*placement* with a non-negative dim, for a tensor of *ndim* dims."""
+    dim = shard_dim(placement)
+    if dim is None or dim >= 0:
+        return placement
+    return Shard(dim + ndim) if type(placement) is Shard else placement
+
+
+def spec_on(value: Tensor, mesh: DeviceMesh, where: str) -> Spec | None:
+    """The description of a distributed *value*, None for a plain one.
+
+    Raises:
+        BoundaryError: when it lives on another mesh.
+    """
+    spec = spec_of(value)
+    if spec is not None and spec.mesh is not mesh and spec.mesh != mesh:
+        message = (
+            f"{where} is a DTensor on {spec.mesh}, but the style was applied on {mesh}: a style moves values over its own "
+            f"axis only. Pass x.to_local(), or a DTensor on the mesh {mesh}."
+        )
+        raise BoundaryError(message)
+    return spec
+
+
+def move(
+    value: Tensor,
+    mesh: DeviceMesh,
+    label: Placement,
+    target: Placement,
+    *,
+    local: bool,
+    where: str,
+    grad: Placement | None = None,
+) -> Tensor:
+    """*value* moved to *target*, as a plain tensor when *local*, else as one of our distributed tensors.
+
+    Args:
+        value: plain, and then laid out as *label*; or distributed.
+        mesh: the one axis.
+        label: what a plain value is.
+        target: what is wanted.
+        local: whether a plain tensor is wanted.
+        where: what the value is, for errors.
+        grad: how the gradients of a plain result fit together; like *target* when None. Partial says that each rank
+            uses its replica for other work.
+
+    Raises:
+        BoundaryError: when the value is on another mesh.
+        LayoutError: when a placement does not fit the value.
+    """
+    spec = spec_on(value, mesh, where)
+    wanted = (normal(target, value.ndim),)
+    if spec is None:
+        source = (normal(label, value.ndim),)
+        if local:
+            if source == wanted and grad is None:
+                return value
+            return redistribute_local(
+                value, mesh, source, wanted, grad_placements=None if grad is None else (grad,)
+            )
+        entered = DTensor.from_local(value, mesh, source)
+        return entered if source == wanted else entered.redistribute(mesh, wanted)
+    if not local:
+        ours = as_ours(value) if isinstance(value, TorchDTensor) else value
+        return ours if spec.placements == wanted else ours.redistribute(mesh, wanted)  # type: ignore[operator]  # a DTensor's
+    if spec.placements == wanted:
+        return leave(value, grad)
+    return redistribute_local(
+        to_local(value),
+        mesh,
+        spec.placements,
+        wanted,
+        shape=tuple(spec.shape),
+        grad_placements=None if grad is None else (grad,),
+    )
+
+
+def check_even(placement: Placement, shape: Sequence[int], mesh: DeviceMesh, where: str) -> None:
+    """Refuse to hand out a plain shard of a dim that does not divide: what takes it could not tell the whole size.
+
+    Raises:
+        BoundaryError: when *placement* cuts a dim of *shape* unevenly.
+    """
+    dim = shard_dim(placement)
+    size = mesh.size()
+    if dim is None or shape[dim] % size == 0:
+        return
+    message = (
+        f"{where} has {shape[dim]} elements in dim {dim}, which {size} ranks do not divide; as a plain tensor a piece would "
+        f"not tell the whole size. Pad to a multiple of {size}, or set use_local_output=False so that the output is a "
+        "DTensor, which knows it."
+    )
+    raise BoundaryError(message)
+
+
+def hand_out(
+    value: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int] | None, *, local: bool
+) -> Tensor:
+    """*value*, a plain piece laid out as *placement*, as the module's output: as it is, or wrapped."""
+    if local:
+        return value
+    return DTensor.from_local(value, mesh, resolve((placement,), mesh, value.ndim), shape=shape)
+
+
+def map_tensors(function: Callable[[Tensor], object], value: object) -> object:
+    """*value* with each tensor in it replaced: in tuples (named ones too), lists and dicts, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [map_tensors(function, item) for item in value]
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+

@@ -1,0 +1,273 @@
+"""A linear layer whose weight is cut by columns or by rows, computed on local tensors.
+
+``y = x Wᵀ + b``. Cut by columns (outputs) each rank needs the whole ``x`` and gives its part of ``y``; what comes back for
+``x`` is an addend. Cut by rows (inputs) each rank needs its part of ``x`` and gives an addend of ``y``; the bias belongs to
+the sum and is added after it, once, in the layout that the sum has then.
+
+The parameters stay distributed; one autograd Function takes their pieces, multiplies, moves the result and wraps the
+gradients, so that a layer costs one node, and the reduction of ``x``'s gradient runs while the weight's is computed. The
+same computation written with separate steps (:meth:`LinearLayout.in_steps`) serves a compiler, autocast and second
+derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from hp_dtensor import DTensor, Placement, Shard, redistribute_local, to_local
+from hp_dtensor.placements import gradient_placements, shard_dim
+from hp_dtensor.redistribute import redistribute_tensor
+from hp_dtensor.spec import Spec, spec_of
+from hp_mesh import DeviceMesh
+from hp_mesh.collectives import wait
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from hp_tp.boundary import PARTIAL, REPLICATE, check_even, hand_out, move, normal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.autograd.function import FunctionCtx
+
+    from hp_tp.substitution import Forward
+
+__all__ = ["LinearLayout"]
+
+Layout = tuple[Placement, ...]
+
+
+class _Moves(NamedTuple):
+    """What a layer does to tensors of one number of dims; each layout has one placement."""
+
+    label: Placement
+    """What a plain input is."""
+    wanted: Placement
+    """What the multiplication takes."""
+    natural: Layout
+    """What it gives."""
+    out: Layout
+    """What the module gives."""
+    natural_grad: Layout
+    out_grad: Layout
+    bias: Layout
+    """How the bias is laid out when it is added after the move."""
+    bias_grad: Layout
+    """How its gradients fit together there."""
+    moves: bool
+    """Whether the result has to be moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayout:
+    """How one linear layer runs: a wrapper of its forward."""
+
+    mesh: DeviceMesh
+    """The one axis that the layer is cut over."""
+    by_rows: bool
+    """Whether the weight is cut along the input features; along the output features otherwise."""
+    input_layout: Placement
+    """What a plain input is."""
+    output_layout: Placement
+    """What the output is."""
+    use_local_output: bool
+    """Whether the output is a plain tensor."""
+    reduce_dtype: torch.dtype | None
+    """The dtype in which addends travel."""
+    _moves: dict[int, _Moves] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Tensor:
+        """Return the layer's output; *forward* is not called."""
+        del forward
+        return self._run(module, *args, **kwargs)  # type: ignore[arg-type]  # forward's own arguments
+
+    def _run(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
+        moves = self.moves(input.dim())
+        whole_input = isinstance(input, TorchDTensor)
+        to_reduce = not self.by_rows and self.mesh.size() > 1
+        if whole_input or moves.label != moves.wanted:
+            input = move(  # noqa: A001  # as above
+                input,
+                self.mesh,
+                moves.label,
+                moves.wanted,
+                local=True,
+                grad=PARTIAL if to_reduce else None,
+                where="the input of a linear layer",
+            )
+            to_reduce = False
+        weight, bias = module.weight, module.bias
+        shape = (*input.shape[:-1], module.out_features)
+        if moves.moves and self.use_local_output and moves.out[0] != moves.natural[0]:
+            check_even(moves.out[0], shape, self.mesh, "the output of a linear layer")
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
+            output = self.in_steps(input, weight, bias, reduce=to_reduce)
+        else:
+            output = cast("Tensor", _Linear.apply(input, weight, bias, self, moves, to_reduce))  # type: ignore[no-untyped-call]  # torch declares apply untyped
+        return hand_out(output, self.mesh, moves.out[0], shape, local=self.use_local_output)
+
+    def moves(self, ndim: int) -> _Moves:
+        """What the layer does to inputs of *ndim* dims."""
+        if torch.compiler.is_compiling():
+            return self._find_moves(ndim)
+        found = self._moves.get(ndim)
+        if found is None:
+            found = self._moves[ndim] = self._find_moves(ndim)
+        return found
+
+    def _find_moves(self, ndim: int) -> _Moves:
+        last = normal(_LAST, ndim)
+        natural, wanted = (PARTIAL, last) if self.by_rows else (last, REPLICATE)
+        out = normal(self.output_layout, ndim)
+        moves = out != natural and self.mesh.size() > 1
+        cut = shard_dim(out)
+        bias = out if cut is None else _FIRST if cut == ndim - 1 else REPLICATE
+        bias_grad = PARTIAL if cut is not None and cut != ndim - 1 else gradient_placements((bias,))[0]
+        return _Moves(
+            label=normal(self.input_layout, ndim),
+            wanted=wanted,
+            natural=(natural,),
+            out=(out,),
+            natural_grad=gradient_placements((natural,)),
+            out_grad=gradient_placements((out,)),
+            bias=(bias,),
+            bias_grad=(bias_grad,),
+            moves=moves,
+        )
+
+    def in_steps(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, reduce: bool) -> Tensor:  # noqa: A002  # torch's name for it
+        """The output for a plain *input* in the layout wanted, by separate differentiable steps.
+
+        Args:
+            input: this rank's piece.
+            weight: the distributed weight.
+            bias: the distributed bias.
+            reduce: whether the gradient of *input* is an addend to be reduced here.
+        """
+        moves = self.moves(input.dim())
+        if reduce:
+            input = redistribute_local(  # noqa: A001  # as above
+                input, self.mesh, (REPLICATE,), (REPLICATE,), grad_placements=(PARTIAL,)
+            )
+        inside = None if bias is None or self.by_rows else to_local(bias)
+        output = F.linear(input, to_local(weight), inside)
+        if moves.moves:
+            dtype = output.dtype
+            output = redistribute_local(
+                output,
+                self.mesh,
+                moves.natural,
+                moves.out,
+                shape=(*output.shape[:-1], weight.shape[0]),
+                forward_dtype=self.reduce_dtype,
+            ).to(dtype)
+        if self.by_rows and bias is not None:
+            addend = redistribute_local(
+                to_local(bias), self.mesh, (REPLICATE,), moves.bias, grad_placements=moves.bias_grad
+            )
+            output = output + addend.to(output.dtype)
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        input: Tensor,  # noqa: A002  # torch's name for it
+        weight: Tensor,
+        bias: Tensor | None,
+        layout: LinearLayout,
+        moves: _Moves,
+        reduce: bool,
+    ) -> Tensor:
+        ctx.facts = (layout, moves, reduce)  # type: ignore[attr-defined]  # torch leaves these open
+        if bias is None:
+            ctx.save_for_backward(input, weight)
+        else:
+            ctx.save_for_backward(input, weight, bias)
+        by_rows = layout.by_rows
+        output = F.linear(input, _piece(weight), None if bias is None or by_rows else _piece(bias))
+        if moves.moves:
+            shape = (*output.shape[:-1], weight.shape[0])
+            dtype = output.dtype
+            if layout.reduce_dtype is not None:
+                output = output.to(layout.reduce_dtype)
+            output = redistribute_tensor(output, layout.mesh, shape, moves.natural, moves.out).to(dtype)
+        if by_rows and bias is not None:
+            addend = redistribute_tensor(
+                _piece(bias), layout.mesh, tuple(bias.shape), _REPLICATED, moves.bias
+            )
+            output = output + addend
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        layout, moves, reduce = ctx.facts  # type: ignore[attr-defined]  # set in forward
+        if torch.is_grad_enabled():
+            return (*_twice(ctx, grad, layout, reduce), None, None, None)
+        input, weight, *rest = ctx.saved_tensors  # type: ignore[attr-defined]  # noqa: A001  # set in forward; as above
+        needs = ctx.needs_input_grad  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
+        mesh: DeviceMesh = layout.mesh
+        if moves.moves:
+            shape = (*input.shape[:-1], weight.shape[0])
+            grad = redistribute_tensor(grad, mesh, shape, moves.out_grad, moves.natural_grad)
+        of_input = of_weight = of_bias = None
+        if needs[0]:
+            of_input = grad.matmul(_piece(weight))
+            if reduce:
+                of_input = redistribute_tensor(
+                    of_input, mesh, tuple(of_input.shape), _ADDENDS, _REPLICATED, async_op=True
+                )
+        flat = _rows(grad)
+        if needs[1]:
+            of_weight = _wrapped(flat.t().mm(_rows(input)), weight)
+        if needs[2]:
+            of_bias = _wrapped(flat.sum(0), rest[0])
+        if reduce and of_input is not None:
+            of_input = wait(of_input)
+        return of_input, of_weight, of_bias, None, None, None
+
+
+def _twice(
+    ctx: FunctionCtx, grad: Tensor, layout: LinearLayout, reduce: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients as differentiable functions of all there is: for second derivatives."""
+    saved = ctx.saved_tensors  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
+    needs = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]  # as above
+    given: tuple[Tensor | None, ...] = (*saved, None)[:3]
+    output = layout.in_steps(saved[0], saved[1], given[2], reduce=reduce)
+    wanted = [tensor for tensor, need in zip(given, needs, strict=True) if need and tensor is not None]
+    found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
+    return tuple(next(found) if need else None for need in needs)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """*tensor* as a matrix: all dims but the last become one."""
+    ndim = tensor.dim()
+    return tensor if ndim == 2 else tensor.flatten(0, -2) if ndim > 2 else tensor.unsqueeze(0)
+
+
+def _piece(parameter: Tensor) -> Tensor:
+    """This rank's piece, without history."""
+    return cast("Tensor", getattr(parameter, "_local_tensor", parameter))
+
+
+def _wrapped(grad: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of *parameter*'s piece, laid out like the parameter."""
+    spec: Spec | None = spec_of(parameter)
+    return grad if spec is None else DTensor(grad, spec)
+
+
+_FIRST = Shard(0)
+_LAST = Shard(-1)
+_REPLICATED: Layout = (REPLICATE,)
+_ADDENDS: Layout = (PARTIAL,)

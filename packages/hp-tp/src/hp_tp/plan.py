@@ -1,0 +1,237 @@
+"""From names to styles: which modules of a model are laid out and how.
+
+A plan maps paths to styles. A path is dotted, each segment a shell pattern (``*``, ``?``, ``[0-3]``) for the name of a child,
+one segment for one level; ``""`` is the module itself. All of a plan is matched against the model before anything is
+changed: a key that matches nothing is an error that names the nearest modules, since the layer that a typo leaves whole
+still gives right numbers and is found weeks later, by its memory.
+
+Ties are kept: where the model has one parameter in two places, both have the laid-out one afterwards, whichever style (of
+ours or of torch's) replaced it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple, TypeAlias, Union
+
+from hp_mesh import DeviceMesh, get_current_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
+
+from hp_tp.errors import UnmatchedKeyError
+
+__all__ = ["Match", "ParallelPlan", "Unmatched", "match_plan", "parallelize_module"]
+
+ParallelPlan: TypeAlias = Mapping[str, Union[TorchStyle, "ParallelPlan", None]]
+"""Paths with a style each (of ours or of torch's), a plan for what is below, or None to leave it."""
+
+Unmatched: TypeAlias = Literal["error", "warn", "ignore"]
+"""What happens to a key that matches no module."""
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Children that stand for their parent: of a compiled module, and of checkpoint and FSDP wrappers."""
+
+
+class Match(NamedTuple):
+    """One module that a plan gives a style."""
+
+    path: str
+    """Its full name in the model."""
+    key: str
+    """The key of the plan that named it."""
+    module: nn.Module
+    style: TorchStyle
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: TorchMesh | None = None,
+    parallelize_plan: TorchStyle | ParallelPlan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    unmatched: Unmatched = "error",
+) -> nn.Module:
+    """Lay *module* out over a mesh axis, in place, as a plan says; return it.
+
+    Args:
+        module: the model, or a part of it. Its submodules keep their names, and tied parameters stay tied.
+        device_mesh: a mesh of one axis; the current mesh when None.
+        parallelize_plan: a style for the module itself, or a mapping from paths to styles. A value may also be a plan for
+            what is below its path, or None. Styles of torch are taken as well.
+        src_data_rank: the group rank whose parameter values count; None when each rank cuts its own, and nothing is sent.
+        unmatched: what a key that matches no module is: an error, a warning, or nothing (a stage of a pipeline has only
+            some of the modules).
+
+    Raises:
+        UnmatchedKeyError: for keys that match nothing; a ``ValueError``.
+        PlanError: when a parameter would get two layouts; a ``ValueError``.
+        ValueError: for a mesh of more than one axis.
+        TypeError: when the plan is neither style nor mapping.
+
+    Example:
+        >>> from hp_dtensor import Shard
+        >>> from hp_tp import ColwiseParallel, RowwiseParallel, SequenceParallel
+        >>> plan = {
+        ...     "layers.*.norm": SequenceParallel(),
+        ...     "layers.*.mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+        ...     "layers.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        ... }
+        >>> def lay_out(model, mesh):
+        ...     return parallelize_module(model, mesh["tp"], plan)
+    """
+    mesh = get_current_mesh() if device_mesh is None else DeviceMesh.from_torch(device_mesh)
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        message = (
+            f"parallelize_module takes a mesh of one axis, and this one has {mesh.ndim}: {mesh}. Slice it first, for example "
+            f"mesh[{(names[-1] if names else 'tp')!r}]."
+        )
+        raise ValueError(message)
+    if parallelize_plan is None:
+        warnings.warn(
+            "parallelize_module was called without a plan and does nothing; pass a style or a mapping from paths to styles",
+            stacklevel=2,
+        )
+        return module
+    matches = match_plan(module, parallelize_plan, unmatched=unmatched, stacklevel=3)
+    root = module
+    for match in matches:
+        new = _apply(root, match, mesh, src_data_rank)
+        if new is not match.module:
+            root = _exchange(root, match.path, new)
+    return root
+
+
+def match_plan(
+    module: nn.Module,
+    plan: TorchStyle | ParallelPlan,
+    *,
+    unmatched: Unmatched = "error",
+    stacklevel: int = 2,
+) -> list[Match]:
+    """Return which modules of *module* a plan gives which style, in the plan's order; change nothing.
+
+    Raises:
+        UnmatchedKeyError: for keys that match nothing, when *unmatched* is ``"error"``.
+        TypeError: when the plan, or a value in it, is none.
+    """
+    if isinstance(plan, TorchStyle):
+        return [Match("", "", module, plan)]
+    missing: dict[str, None] = {}
+    matches = list(_matches(module, plan, "", "", missing))
+    if missing and unmatched != "ignore":
+        error = UnmatchedKeyError(_nearest(module, missing))
+        if unmatched == "error":
+            raise error
+        warnings.warn(str(error), stacklevel=stacklevel)
+    return matches
+
+
+def _matches(
+    module: nn.Module, plan: object, path: str, prefix: str, missing: dict[str, None]
+) -> Iterator[Match]:
+    """What *plan* says about *module*, which is at *path* and was found by the keys in *prefix*."""
+    if not isinstance(plan, Mapping):
+        message = (
+            f"a plan is a ParallelStyle or a mapping from paths to styles, got {plan!r:.80} of type {type(plan).__name__}"
+            + (f" for {prefix!r}" if prefix else "")
+        )
+        raise TypeError(message)
+    for key, style in plan.items():
+        full_key = _join(prefix, key)
+        tokens = [token for token in key.split(".") if token]
+        found = list(_find(module, tokens, path))
+        if not found:
+            missing[full_key] = None
+        for child_path, child in found:
+            if style is None:
+                continue
+            if isinstance(style, TorchStyle):
+                yield Match(child_path, full_key, child, style)
+            else:
+                yield from _matches(child, style, child_path, full_key, missing)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _find(module: nn.Module, tokens: list[str], path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below *module* that *tokens* name, one token for one level; each module once."""
+    if not tokens:
+        yield path, module
+        return
+    token, *rest = tokens
+    seen: set[int] = set()
+    for name, child in _children(module, path):
+        own = name.rpartition(".")[2]
+        if fnmatchcase(own, token) and id(child) not in seen:
+            seen.add(id(child))
+            yield from _find(child, rest, name)
+
+
+def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of *module* with their full names; those of what it wraps, when it is a wrapper."""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        full = _join(path, name)
+        yield full, child
+        if name in _WRAPPERS:
+            yield from _children(child, full)
+
+
+def _nearest(module: nn.Module, keys: Mapping[str, None]) -> dict[str, list[str]]:
+    """For each key the names in *module* that are most like it, digits read as ``*`` where the key has patterns."""
+    names = [name for name, _ in module.named_modules() if name]
+    patterns = list(dict.fromkeys(_generic(name) for name in names))
+    return {
+        key: get_close_matches(
+            key, patterns if any(c in key for c in "*?[") else names, n=3, cutoff=0.5
+        )
+        for key in keys
+    }
+
+
+def _generic(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _apply(
+    root: nn.Module, match: Match, mesh: DeviceMesh, src_data_rank: int | None
+) -> nn.Module:
+    """Apply one style with its source rank, and give every place that shared a parameter the new one."""
+    style = copy.copy(match.style)
+    style.src_data_rank = src_data_rank
+    before = [
+        (owner, name, parameter)
+        for owner in match.module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+    new = style._apply(match.module, mesh)  # the one method that torch's styles have
+    after = {
+        old: changed
+        for owner, name, old in before
+        if (changed := owner._parameters.get(name)) is not None and changed is not old
+    }
+    if after:
+        for owner in root.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and parameter in after:
+                    owner._parameters[name] = after[parameter]
+    return new
+
+
+def _exchange(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    """Put *new* where *path* says, and return the root, which is *new* for the empty path."""
+    if not path:
+        return new
+    parent, _, name = path.rpartition(".")
+    root.get_submodule(parent)._modules[name] = new
+    return root

@@ -1,0 +1,50 @@
+"""The abstract style: how one module is laid out over one mesh axis, as an immutable value.
+
+A style is a description. Everything that depends on the module or the mesh is bound when it is applied, in an object
+that belongs to the module; so one instance may be shared by any number of entries and plans, and applying it changes
+nothing about it. The one attribute that can be set is ``src_data_rank``, because torch's own ``parallelize_module``
+sets it; ours applies a copy instead.
+
+It *is a* torch ``ParallelStyle``, so that plans may mix styles of both libraries, and either ``parallelize_module`` takes
+them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import final
+
+from hp_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
+
+__all__ = ["ParallelStyle"]
+
+
+class ParallelStyle(TorchStyle):
+    """How a module is laid out: what its parameters become, and what goes in and comes out.
+
+    To write one, give it the method :meth:`apply`, and make it a value (a dataclass, say): attributes are set once.
+    """
+
+    src_data_rank: int | None = 0
+    """The group rank whose parameter values count; None when each rank cuts its own, and nothing is sent."""
+
+    @abstractmethod
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Lay out *module* over the one axis of *device_mesh*, in place, and return it (or what stands for it)."""
+
+    @final
+    def _apply(self, module: nn.Module, device_mesh: TorchMesh) -> nn.Module:
+        """Apply under the name that torch calls."""
+        return self.apply(module, DeviceMesh.from_torch(device_mesh))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "src_data_rank" and name in self.__dict__:
+            message = (
+                f"{type(self).__name__}.{name} cannot be set: a style is a value that several modules may share. "
+                "Make another style instead."
+            )
+            raise AttributeError(message)
+        super().__setattr__(name, value)

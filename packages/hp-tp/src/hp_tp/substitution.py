@@ -1,0 +1,125 @@
+"""Another forward for a module that stays what it is: same object, same parameters, same names.
+
+The class of the module is exchanged for a subclass whose ``forward`` hands over to a *wrapper*, a picklable value kept in
+the module's dictionary. Reasons, each a test: FSDP2 puts its own subclass on top; ``isinstance`` holds; deep copies, pickles
+and ``state_dict`` carry on; a compiler sees a method; hooks of users run outside, on what the caller passed.
+
+Not taken: hooks for the boundary (the outgoing one does not know what came in, and closures do not pickle), and an
+instance attribute ``forward`` (a copy of the module would call the original).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, cast
+
+from torch import nn
+
+from hp_tp.errors import PlanError
+
+__all__ = ["Forward", "Wrapper", "original_class", "substitute", "wrapper_of"]
+
+Forward: TypeAlias = Callable[..., object]
+"""The unbound forward that a wrapper stands in front of: the module is its first argument."""
+
+_WRAPPER = "_tensor_parallel"
+_BASE = "_tensor_parallel_base"
+
+
+class Wrapper(Protocol):
+    """What runs in place of a forward. Immutable, comparable and picklable."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        """Return the module's output for *args* and *kwargs*; call *forward* or compute without it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """One wrapper around another, for a module that two styles were applied to."""
+
+    outer: Wrapper
+    inner: Wrapper
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        def within(module: nn.Module, *args: object, **kwargs: object) -> object:
+            return self.inner(module, forward, args, kwargs)
+
+        return self.outer(module, within, args, kwargs)
+
+
+def substitute(module: nn.Module, wrapper: Wrapper) -> None:
+    """Let *wrapper* run in front of the forward of *module*, and of wrappers put there before.
+
+    Raises:
+        PlanError: when somebody has set ``forward`` on the module itself, which would hide ours.
+    """
+    if "forward" in vars(module):
+        message = (
+            f"this {type(module).__name__} has a forward of its own in its attributes (set by another library, perhaps), "
+            "which would run instead of the parallel one; remove it first, and set it again after parallelize_module"
+        )
+        raise PlanError(message)
+    before = wrapper_of(module)
+    if before is None:
+        module.__class__ = _parallel_class(type(module))
+    module.__dict__[_WRAPPER] = wrapper if before is None else _Stacked(wrapper, before)
+
+
+def wrapper_of(module: nn.Module) -> Wrapper | None:
+    """What runs in place of the forward of *module*, if anything does."""
+    return cast("Wrapper | None", vars(module).get(_WRAPPER))
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that *module* had before a style was applied to it."""
+    return cast("type[nn.Module]", getattr(type(module), _BASE, type(module)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parallel_class(base: type[nn.Module]) -> type[nn.Module]:
+    inherited = base.forward
+
+    @functools.wraps(inherited)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return self._tensor_parallel(self, inherited, args, kwargs)  # type: ignore[operator]  # kept in the dictionary
+
+    def __reduce_ex__(self: nn.Module, protocol: int) -> object:  # noqa: N807  # it becomes a method of the class
+        made, arguments, *rest = cast("tuple[object, ...]", base.__reduce_ex__(self, protocol))
+        if type(self) is made_class and made is copyreg.__newobj__:  # type: ignore[attr-defined]  # typeshed leaves it out
+            return (_blank, (base,), *rest)
+        return (made, arguments, *rest)
+
+    made_class = type(
+        f"Parallel{base.__name__}",
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            _BASE: base,
+        },
+    )
+    return made_class
+
+
+def _blank(base: type[nn.Module]) -> nn.Module:
+    """An instance to load a pickled state into."""
+    made = _parallel_class(base)
+    return made.__new__(made)
