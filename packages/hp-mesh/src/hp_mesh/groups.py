@@ -28,18 +28,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
 from . import _torch
-from .errors import GroupError, NoGroupError
+from .errors import BackendError, GroupError, NoGroupError
 
 if TYPE_CHECKING:
     from ._torch import Options
 
 _FIRST_LOOK = 1.0
 """Seconds a rank waits before it looks for the reason; then twice as long each time."""
+
+_NAP_PER_RANK = 1 / 20_000
+"""Members of large groups ask the store less often, so that it answers 20,000 questions a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class GroupRegistry:
         self._lock = threading.RLock()
         self._world: dist.ProcessGroup | None = None
         self._records: dict[tuple[tuple[int, ...], GroupConfig], GroupRecord] = {}
+        self._heeded: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
 
     def on_new_world(self, forget: Callable[[], None]) -> None:
@@ -97,6 +101,7 @@ class GroupRegistry:
                 if world is not self._world:
                     self._world = world
                     self._records.clear()
+                    self._heeded.clear()
                     for forget in self._listeners:
                         forget()
         return world
@@ -167,12 +172,17 @@ class GroupRegistry:
             message = f"{label}: rank {rank} is not one of its ranks {_short(ranks)}."
             raise NoGroupError(message)
         backend = config.backend or _torch.default_backend()
+        unknown = _torch.find_backend(backend)
+        if unknown:
+            legal = ", ".join(sorted(dist.Backend.backend_list))
+            message = f"{label}: torch has no backend {unknown[0]!r}; it has {legal}."
+            raise BackendError(message)
         is_world = ranks == tuple(range(world.size())) and config == GroupConfig()
         if is_world and len(ranks) == 1:
             return GroupRecord(ranks, backend, label, world)
         timeout = config.timeout or _default_timeout(backend, world)
         identity = self._identity(ranks, config)
-        meet = Meeting(identity, ranks, rank, label, timeout)
+        meet = Meeting(identity, ranks, rank, label, timeout, self._heeded)
         silent = len(ranks) == 1 or "fake" in (backend, _torch.default_backend())
         if is_world:
             if not silent:
@@ -244,8 +254,15 @@ class Meeting:
     """The members of a group meet in the world's store before they connect."""
 
     def __init__(
-        self, identity: str, ranks: tuple[int, ...], rank: int, label: str, timeout: timedelta
+        self,
+        identity: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        label: str,
+        timeout: timedelta,
+        heeded: dict[str, str],
     ) -> None:
+        self._heeded = heeded
         self._prefix = f"hp_mesh/{identity}"
         self._identity = identity
         self._ranks = ranks
@@ -270,7 +287,12 @@ class Meeting:
             raise GroupError(message, label=self._label, ranks=self._ranks) from error
 
     def gather(self) -> int:
-        """Wait until all members are here; return how often this group was made before."""
+        """Wait until all members are here; return how often this group was made before.
+
+        An attempt that failed on one member fails on every member once, also on those that come later;
+        then all may try again.
+        """
+        self._heed()
         size = len(self._ranks)
         arrived = int(self._store.add(f"{self._prefix}/arrived", 1))
         turn = (arrived - 1) // size
@@ -285,7 +307,7 @@ class Meeting:
         return turn
 
     def _leave(self) -> None:
-        """Take our arrival back, so that a later attempt counts right; the store may be gone by now."""
+        """Take our arrival back, so that a later attempt counts right; the store may be gone."""
         try:
             self._store.add(f"{self._prefix}/arrived", -1)
             self._store.set(f"hp_mesh/waits/{self._rank}", "")
@@ -296,39 +318,35 @@ class Meeting:
         return f"{self._prefix}/{turn}/{word}"
 
     def _wait(self, turn: int) -> None:
+        done = self._key(turn, "done")
         start = time.monotonic()
-        patience = _FIRST_LOOK
+        look = min(_FIRST_LOOK, self._timeout)
+        nap = 0.0005
         told = False
-        while True:
-            left = self._timeout - (time.monotonic() - start)
-            if self._is_done(turn, max(min(patience, left), 0.001)):
-                break
-            if not told:
-                told = True
-                self._tell(turn)
-            self._look(turn, out_of_time=left <= patience)
-            patience = min(2 * patience, 30.0)
+        while not self._store.check([done]):
+            waited = time.monotonic() - start
+            if waited >= look:
+                if not told:
+                    told = True
+                    self._tell(turn)
+                self._look(turn, out_of_time=waited >= self._timeout)
+                look = min(2 * waited, self._timeout)
+            time.sleep(nap)
+            nap = min(2 * nap, 0.05 + len(self._ranks) * _NAP_PER_RANK)
         if told:
             self._store.set(f"hp_mesh/waits/{self._rank}", "")
-
-    def _is_done(self, turn: int, seconds: float) -> bool:
-        try:
-            self._store.wait([self._key(turn, "done")], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return False
-        return True
 
     def _tell(self, turn: int) -> None:
         """Leave word that we wait here, and for what."""
         ranks = ",".join(map(str, self._ranks))
-        self._store.set(f"hp_mesh/waits/{self._rank}", f"{self._identity}\n{self._label}\n{ranks}")
+        self._store.set(
+            f"hp_mesh/waits/{self._rank}", f"{self._identity}\n{self._label}\n{ranks}"
+        )
         self._store.set(self._key(turn, self._rank), "1")
 
     def _look(self, turn: int, *, out_of_time: bool) -> None:
         """Find out why the group does not come together; raise if it never will."""
-        failed = self._key(turn, "failed")
-        if self._store.check([failed]):
-            self._fail(self._store.get(failed).decode())
+        self._heed()
         missing: list[int] = []
         for peer in self._ranks:
             if self._store.check([self._key(turn, peer)]):
@@ -336,16 +354,14 @@ class Meeting:
             missing.append(peer)
             crossing = self._crossing(peer)
             if crossing:
-                self._store.set(failed, crossing)
-                self._fail(crossing, missing)
+                self._fail(crossing)
         if out_of_time and not self._store.check([self._key(turn, "done")]):
-            message = (
+            self._fail(
                 f"{self._label}: the process group of ranks {_short(self._ranks)} was not made within "
                 f"{self._timeout:g} s: ranks {_short(missing)} never asked for it. A member may have "
-                "died or never got here; a group is made when all its members ask for it."
+                "died or never got here; a group is made when all its members ask for it.",
+                missing,
             )
-            self._store.set(failed, message)
-            self._fail(message, missing)
 
     def _crossing(self, peer: int) -> str:
         """Say what *peer* waits for, if it is another group that has us in it."""
@@ -359,21 +375,37 @@ class Meeting:
         ranks = [int(rank) for rank in listed.split(",")]
         if identity == self._identity or self._rank not in ranks:
             return ""
+        mine = f"the group of {self._label} with ranks {_short(self._ranks)}"
+        theirs = f"the group of {label} with ranks {_short(ranks)}"
         sides = sorted(
-            [
-                (
-                    f"rank {self._rank} asks for the group of {self._label} with ranks "
-                    f"{_short(self._ranks)}"
-                ),
-                f"rank {peer} asks for the group of {label} with ranks {_short(ranks)}",
-            ]
+            [f"rank {self._rank} asks for {mine}", f"rank {peer} asks for {theirs}"],
         )
         return (
             f"Ranks wait for each other in two different process groups: {sides[0]}; {sides[1]}. "
             "Give every rank the same mesh shape and axis names, and ask for axes in the same order."
         )
 
-    def _fail(self, message: str, missing: Sequence[int] = ()) -> None:
+    def _heed(self) -> None:
+        """Raise the failure of another member, unless we raised it before."""
+        key = f"{self._prefix}/failed"
+        if not self._store.check([key]):
+            return
+        word = self._store.get(key).decode()
+        if word != self._heeded.get(self._identity):
+            self._raise(word)
+
+    def _fail(self, message: str, missing: Sequence[int] = ()) -> NoReturn:
+        """Tell the other members of a failure, and raise it; or raise the one that came first."""
+        listed = ",".join(map(str, missing))
+        word = f"{self._rank} {time.time_ns()}\n{listed}\n{message}"
+        before = self._heeded.get(self._identity, "")
+        kept = self._store.compare_set(f"{self._prefix}/failed", before, word)
+        self._raise(kept.decode())
+
+    def _raise(self, word: str) -> NoReturn:
+        self._heeded[self._identity] = word
+        _, listed, message = word.split("\n", 2)
+        missing = [int(rank) for rank in listed.split(",") if rank]
         raise GroupError(message, label=self._label, ranks=self._ranks, missing=missing)
 
 
