@@ -85,7 +85,21 @@ def show_colons(
     lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
+def show_factories(
+    _app: Sphinx,
+    _what: str,
+    _name: str,
+    _object: object,
+    _options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Write the default of a field that has a factory as Python, so that Sphinx can read it."""
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def setup(app: Sphinx) -> None:
     """Run before and after napoleon, which has the usual priority of 500."""
     app.connect("autodoc-process-docstring", hide_colons, priority=100)
     app.connect("autodoc-process-docstring", show_colons, priority=900)
+    app.connect("autodoc-process-signature", show_factories)
