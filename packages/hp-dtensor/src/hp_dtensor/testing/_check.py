@@ -186,7 +186,9 @@ def _addends(
 
     def draw() -> torch.Tensor:
         if exact:
-            drawn = torch.randint(0 if tensor.dtype == torch.bool else -4, 5, tensor.shape, generator=numbers)
+            drawn = torch.randint(
+                0 if tensor.dtype == torch.bool else -4, 5, tensor.shape, generator=numbers
+            )
             return drawn.to(tensor.dtype)
         return torch.randn(tensor.shape, generator=numbers, dtype=torch.float64).to(tensor.dtype)
 
@@ -201,7 +203,11 @@ def _addends(
         for sign in signs:
             last *= sign
         scale = 1 if exact else 2
-        return [sign * scale for sign in signs[:1]] + signs[1:] + [last / scale if scale > 1 else last]
+        return (
+            [sign * scale for sign in signs[:1]]
+            + signs[1:]
+            + [last / scale if scale > 1 else last]
+        )
     return [
         torch.where(owner == coordinate, tensor, _lose(tensor, draw(), kind))
         for coordinate in range(count)
@@ -386,9 +392,7 @@ class _Trial:
                 for position, meta in enumerate(self.results)
             ]
             args, kwargs = _filled(self.sample, inputs)
-            call = OpCall(
-                self.op, args, kwargs, tuple(outputs), self.mesh_shape[axis], present
-            )
+            call = OpCall(self.op, args, kwargs, tuple(outputs), self.mesh_shape[axis], present)
             found.setdefault((*inputs, *outputs), call)
         return tuple(found.values())
 
@@ -504,7 +508,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _one_kind(chosen: tuple[Strategy, ...]) -> bool:
     """Whether no tensor is Partial in two ways, whose order would matter."""
-    for placements in zip(*(strategy.inputs + strategy.outputs for strategy in chosen), strict=True):
+    for placements in zip(
+        *(strategy.inputs + strategy.outputs for strategy in chosen), strict=True
+    ):
         kinds = {place.reduce_op for place in placements if isinstance(place, Partial)}
         if len(kinds) > 1:
             return False
