@@ -161,7 +161,7 @@ def _sweep(
     return failures
 
 
-_SHAPES = [(8, 8), (7, 5), (3, 1), (0, 4)]
+_SHAPES: list[tuple[int, ...]] = [(8, 8), (7, 5), (3, 1), (0, 4)]
 _STRIDED_2D: list[Placements] = [
     (StridedShard(0, split_factor=4), Shard(0)),
     (StridedShard(1, split_factor=4), Shard(1)),
@@ -358,11 +358,11 @@ def test_async_results_are_right_whenever_they_are_used() -> None:
         assert torch.equal(got * 1, want)
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
     """The collectives and the largest tensor made, seen from outside our code."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[str] = []
         self.largest = 0
 
@@ -374,8 +374,9 @@ class _Meter(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            self.collectives.append(func.name().split("::")[1])
+        name = str(func.overloadpacket.__name__)
+        if func.namespace == "_c10d_functional" and name != "wait_tensor":
+            self.collectives.append(name)
         if isinstance(out, Tensor):
             self.largest = max(self.largest, out.numel())
         return out

@@ -127,14 +127,13 @@ def test_offsets_are_the_first_index_held_or_the_end() -> None:
         assert shards.local_shape_and_offset(shape, mesh, where, placements) == want
 
 
+_SIDES: list[Placement] = [Replicate(), Shard(0), Shard(1)]
 _TORCH_LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
-    (shape, placements)
-    for shape in [(8, 6), (7, 5), (3, 1), (1, 9)]
-    for placements in itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2)
-] + [
-    (shape, (StridedShard(dim, split_factor=2), Shard(dim)))
-    for shape in [(8, 6), (7, 5), (9, 10), (12, 3)]
-    for dim in (0, 1)
+    *itertools.product([(8, 6), (7, 5), (3, 1), (1, 9)], itertools.product(_SIDES, repeat=2)),
+    *itertools.product(
+        [(8, 6), (7, 5), (9, 10), (12, 3)],
+        [(StridedShard(dim, split_factor=2), Shard(dim)) for dim in (0, 1)],
+    ),
 ]
 
 

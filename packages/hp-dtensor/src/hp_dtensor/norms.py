@@ -34,11 +34,15 @@ def _reduced(tensor: Tensor) -> Tensor:
 
 
 def _copies(tensor: DTensor) -> int:
-    """On how many ranks each element of *tensor* is held."""
-    return math.prod(
-        size
-        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        if placement == REPLICATE
+    """On how many ranks each element of *tensor* is held: once for each coordinate on the axes that replicate it.
+
+    A slice of a mesh stands for all its parallel slices: what lives on ``mesh["dp"]`` is there once for each coordinate
+    on the axes that were sliced away.
+    """
+    mesh = tensor.device_mesh
+    slices = 1 if mesh.root_mesh is None else mesh.root_mesh.size() // mesh.size()
+    return slices * math.prod(
+        size for size, placement in zip(mesh.shape, tensor.placements, strict=True) if placement == REPLICATE
     )
 
 
@@ -85,7 +89,8 @@ def get_total_norm(
         norm_type: p of the p-norm; ``inf`` and ``-inf`` for the largest and the smallest magnitude.
         error_if_nonfinite: raise when the result is infinite or not a number; this waits for the device.
         foreach: accepted for torch's sake; the result does not depend on it.
-        group: the ranks that hold the tensors, all ranks when None.
+        group: the ranks that hold the tensors, all ranks when None. Meshes that do not overlap (pipeline stages) hold
+            different tensors, and all of them count.
 
     Raises:
         RuntimeError: for a result that is not finite, on every rank, when *error_if_nonfinite*.

@@ -1,0 +1,133 @@
+"""List operators and the optimizers made of them, against the single device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hp_dtensor import CommDebugMode, DTensor, InPlaceError, Partial, Replicate, Shard, cache_statistics, distribute_tensor
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+from torch import nn
+
+R = Replicate()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@spmd(world_size=4)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+        (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+        (torch.optim.AdamW, {"lr": 0.1, "foreach": False}),
+        (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+        (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.5}),
+    ],
+)
+def test_an_optimizer_over_mixed_meshes_equals_the_single_device(
+    kind: type[torch.optim.Optimizer], options: dict[str, object]
+) -> None:
+    """Parameters on a 2-D mesh, on a slice of it and on no mesh, in one group, are updated as on one device."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    starts = [torch.randn(5, 4) for _ in range(3)]
+    mine = [
+        nn.Parameter(distribute_tensor(starts[0], mesh, [Shard(0), Shard(1)])),
+        nn.Parameter(distribute_tensor(starts[1], mesh["dp"], [Shard(0)])),
+        nn.Parameter(starts[2].clone()),
+    ]
+    alone = [nn.Parameter(start.clone()) for start in starts]
+    optimizers = [kind(mine, **options), kind(alone, **options)]
+    for step in range(3):
+        for p, q in zip(mine, alone, strict=True):
+            p.grad, q.grad = (t.detach() * 0.5 + step for t in (p, q))
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(mine, alone, strict=True):
+        torch.testing.assert_close(whole(p.detach()), q.detach())
+
+
+@spmd(world_size=2)
+def test_state_of_an_optimizer_is_laid_out_like_its_parameter() -> None:
+    """Moments made by zeros_like carry the parameter's placements."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)]))
+    p.grad = p.detach().clone()
+    optimizer = torch.optim.AdamW([p])
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].placements == (Shard(1),)
+
+
+@spmd(world_size=2)
+def test_foreach_forms_equal_the_single_tensors() -> None:
+    """Scalars, tensor scalars, lists of scalars and ternary forms give the plain result in the same layout."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(5, 4)
+    d, two = distribute_tensor(x, mesh, [Shard(0)]), torch.tensor(2.0)
+    for got, want in (
+        (torch._foreach_mul([d], 2.0), x * 2),
+        (torch._foreach_mul([d], two), x * 2),
+        (torch._foreach_div([d], [3.0]), x / 3),
+        (torch._foreach_add([d], [d], alpha=2), x * 3),
+        (torch._foreach_addcdiv([d], [d], [d.abs() + 1], [0.5]), x + 0.5 * x / (x.abs() + 1)),
+        (torch._foreach_lerp([d], [distribute_tensor(2 * x, mesh, [R])], 0.25), x * 1.25),
+        (torch._foreach_sqrt([d.abs()]), x.abs().sqrt()),
+    ):
+        assert got[0].placements == (Shard(0),)
+        torch.testing.assert_close(got[0].full_tensor(), want)
+    for power in (1.0, 2.0, float("inf")):
+        torch.testing.assert_close(whole(torch._foreach_norm([d], power)[0]), torch.linalg.vector_norm(x, power))
+
+
+@spmd(world_size=2)
+def test_addends_stay_addends_where_the_operator_is_linear() -> None:
+    """Scaling keeps a Partial, a nonlinear operator combines all of them in one collective."""
+    mesh = init_device_mesh("cpu", (2,))
+    xs = [torch.randn(3) - rank for rank in range(8)]
+    ds = [DTensor.from_local(x, mesh, [Partial()]) for x in xs]
+    with CommDebugMode() as comm:
+        scaled = torch._foreach_mul(ds, 3.0)
+        added = torch._foreach_add(ds, ds)
+    assert comm.get_total_counts() == 0
+    for got, x in zip(scaled, xs, strict=True):
+        assert got.is_partial()
+        torch.testing.assert_close(got.full_tensor(), 6 * x)
+    torch.testing.assert_close(added[3].full_tensor(), 4 * xs[3])
+    with CommDebugMode() as comm:
+        sizes = torch._foreach_abs(ds)
+    assert comm.get_total_counts() == 1
+    for got, x in zip(sizes, xs, strict=True):
+        torch.testing.assert_close(got.full_tensor(), (2 * x).abs())
+    with pytest.raises(InPlaceError, match="writes to addends"):
+        torch._foreach_abs_(ds)
+
+
+@spmd(world_size=2)
+def test_an_infinity_on_one_rank_skips_the_step_on_all() -> None:
+    """GradScaler sees an overflow that only one rank's shard has."""
+    mesh = init_device_mesh("cpu", (2,))
+    grad = torch.tensor([1.0, 2.0, 3.0, float("inf")])
+    d = distribute_tensor(grad, mesh, [Shard(0)])
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([d], found, torch.ones(1))
+    assert found.item() == 1.0
+
+
+@spmd(world_size=2)
+def test_the_plans_of_a_training_loop_stop_growing() -> None:
+    """Step-dependent scalars of an optimizer add no plan after the first steps."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([p], lr=0.1, foreach=False)
+    sizes = []
+    for _ in range(30):
+        p.grad = p.detach() * 0.1
+        optimizer.step()
+        sizes.append(cache_statistics()["plans"])
+    assert sizes[3] == sizes[-1]
