@@ -26,6 +26,8 @@ from hp_dtensor.errors import (
 from hp_dtensor.local import local_map, redistribute_local, to_local
 from hp_dtensor.norms import clip_grad_norm_, get_total_norm
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
+from hp_dtensor.queries import compute_local_shape_and_global_offset, global_slices, local_shard_size_and_offset
+from hp_dtensor.registration import register_sharding
 from hp_dtensor.rules import OpCall, OpRule, Strategy, find_rule, register_rule
 from hp_dtensor.spec import Spec
 
@@ -54,17 +56,21 @@ __all__ = [
     "cache_statistics",
     "clear_caches",
     "clip_grad_norm_",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "find_rule",
     "full",
     "get_total_norm",
+    "global_slices",
     "implicit_replication",
     "local_map",
+    "local_shard_size_and_offset",
     "ones",
     "redistribute_local",
     "register_rule",
+    "register_sharding",
     "strict",
     "to_local",
     "zeros",

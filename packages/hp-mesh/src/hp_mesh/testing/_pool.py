@@ -12,6 +12,7 @@ a fork server imports torch once. Spawning each rank was not taken: it costs an 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -244,11 +245,18 @@ class Pool:
         return text if len(text) <= _TAIL_CHARACTERS else f"...{text[-_TAIL_CHARACTERS:]}"
 
 
+_HEAVY = ("torch._dynamo", "torch.distributed.tensor")
+"""What torch imports at the first step of an optimizer or of a compiler: seconds, once here or once on every rank."""
+
+
 def _context() -> ForkContext | ForkServerContext:
     if sys.platform != "darwin" and _fork_is_safe():
-        return multiprocessing.get_context("fork")
+        for name in _HEAVY:
+            importlib.import_module(name)
+        if _fork_is_safe():  # the imports must not have started a thread
+            return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "hp_mesh.testing"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "hp_mesh.testing", *_HEAVY])
     return context
 
 
