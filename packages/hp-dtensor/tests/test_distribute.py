@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hp_dtensor import CommDebugMode, DTensor, LayoutError, Replicate, Shard, distribute_module, distribute_tensor
+from hp_dtensor import (
+    CommDebugMode,
+    DTensor,
+    LayoutError,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
@@ -62,13 +70,18 @@ def test_callbacks_run_in_order_and_their_result_counts() -> None:
     def partition(name: str, module: nn.Module, where: object) -> None:
         seen.append(name)
         if isinstance(module, nn.Linear):
-            module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight.detach(), where, [Shard(0)])))
+            module.register_parameter(
+                "weight",
+                nn.Parameter(distribute_tensor(module.weight.detach(), where, [Shard(0)])),
+            )
 
     distribute_module(
         net,
         mesh,
         partition,
-        input_fn=lambda _module, inputs, where: tuple(distribute_tensor(x, where, [R]) for x in inputs),
+        input_fn=lambda _module, inputs, where: tuple(
+            distribute_tensor(x, where, [R]) for x in inputs
+        ),
         output_fn=lambda _module, output, _where: output.full_tensor(),
     )
     assert seen == ["", "0", "1"]
@@ -87,7 +100,9 @@ def test_the_source_rank_decides() -> None:
     rank = torch.distributed.get_rank()
     mine = torch.full((4, 4), float(rank))
     assert distribute_tensor(mine, mesh, [Shard(0), R]).full_tensor().unique().tolist() == [0]
-    assert distribute_tensor(mine, mesh, [Shard(0), R], src_data_rank=1).full_tensor().unique().tolist() == [3]
+    assert distribute_tensor(
+        mine, mesh, [Shard(0), R], src_data_rank=1
+    ).full_tensor().unique().tolist() == [3]
     with CommDebugMode() as comm:
         own = distribute_tensor(mine, mesh, [Shard(0), R], src_data_rank=None)
     assert comm.get_total_counts() == 0
@@ -102,7 +117,9 @@ def test_what_is_distributed_already_must_agree() -> None:
     mesh = init_device_mesh("cpu", (2,))
     d = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     assert distribute_tensor(d, mesh, [Shard(0)]) is d
-    with pytest.raises(ValueError, match=r"Cannot distribute a DTensor laid out as .*redistribute\(\)"):
+    with pytest.raises(
+        ValueError, match=r"Cannot distribute a DTensor laid out as .*redistribute\(\)"
+    ):
         distribute_tensor(d, mesh, [R])
     leaf = torch.ones(4, requires_grad=True)
     with pytest.raises(RuntimeError, match="leaf tensors"):

@@ -43,10 +43,18 @@ def test_every_layout_gives_the_whole_tensor_back() -> None:
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     for shape in ((8, 4), (5, 3), (1, 2), (0, 3), (7,)):
         whole = torch.randn(shape)
-        choices = [R, *(Shard(d) for d in range(len(shape))), Partial(), Partial("avg"), Partial("max")]
+        choices = [
+            R,
+            *(Shard(d) for d in range(len(shape))),
+            Partial(),
+            Partial("avg"),
+            Partial("max"),
+        ]
         for placement in choices:
             close(distribute_tensor(whole, flat, [placement]), whole)
-        for pair in itertools.product([R, *(Shard(d) for d in range(len(shape))), Partial()], repeat=2):
+        for pair in itertools.product(
+            [R, *(Shard(d) for d in range(len(shape))), Partial()], repeat=2
+        ):
             close(distribute_tensor(whole, square, pair), whole)
             close(distribute_tensor(whole, square, pair, src_data_rank=None), whole)
 
@@ -128,7 +136,10 @@ def test_double_backward_equals_the_single_device() -> None:
         (h,) = torch.autograd.grad(total, value)
         return h
 
-    close(second(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()), second(x.clone().requires_grad_()))
+    close(
+        second(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()),
+        second(x.clone().requires_grad_()),
+    )
 
 
 @spmd(world_size=4)
@@ -139,7 +150,8 @@ def test_linear_equals_the_single_device_for_every_layout() -> None:
     ref = [t.clone().requires_grad_() for t in (x, w, b)]
     F.linear(*ref).square().sum().backward()
     for px, pw in itertools.product(
-        itertools.product([R, Shard(0), Shard(1), Shard(2)], repeat=2), itertools.product([R, Shard(0), Shard(1)], repeat=2)
+        itertools.product([R, Shard(0), Shard(1), Shard(2)], repeat=2),
+        itertools.product([R, Shard(0), Shard(1)], repeat=2),
     ):
         d = [
             distribute_tensor(t, mesh, p, src_data_rank=None).requires_grad_()
@@ -220,7 +232,9 @@ def test_in_place_operators_keep_their_layout_or_refuse() -> None:
     assert same is d
     close(d, x * 3)
     total = distribute_tensor(x, mesh, [Shard(0)]).sum()
-    with pytest.raises(InPlaceError, match="in-place operations that require placement changes are not supported"):
+    with pytest.raises(
+        InPlaceError, match="in-place operations that require placement changes are not supported"
+    ):
         total.clamp_(max=2)
 
 
@@ -250,7 +264,10 @@ def test_mixing_with_plain_tensors_is_an_error_unless_it_is_safe() -> None:
     d = distribute_tensor(x, mesh, [Shard(0)])
     close(d * torch.tensor(2.0), x * 2)
     close(d + torch.tensor([[1.0]]), x + 1)
-    with pytest.raises(MixedTensorError, match=r"got mixed torch.Tensor and DTensor: tensor argument 1 .* \(4, 4\)"):
+    with pytest.raises(
+        MixedTensorError,
+        match=r"got mixed torch.Tensor and DTensor: tensor argument 1 .* \(4, 4\)",
+    ):
         d + k
     with implicit_replication():
         close(d + k, x + k)
@@ -283,7 +300,9 @@ def test_from_local_checks_what_it_is_told() -> None:
     assert DTensor.from_local(piece, mesh, [Shard(0)], run_check=True).shape == (10, 2)
     close(DTensor.from_local(piece, mesh, [Shard(0)], shape=(10, 2)), whole)
     odd = torch.zeros(2, 2 + rank)
-    with pytest.raises(LayoutError, match=r"mesh coordinate \(0,\) holds a local tensor of shape \(2, 2\)"):
+    with pytest.raises(
+        LayoutError, match=r"mesh coordinate \(0,\) holds a local tensor of shape \(2, 2\)"
+    ):
         DTensor.from_local(odd, mesh, [Shard(1)], run_check=True)
     with pytest.raises(LayoutError, match="stride"):
         DTensor.from_local(piece, mesh, [Shard(0)], stride=(2, 1))
@@ -375,7 +394,9 @@ def test_meta_tensors_never_communicate() -> None:
 def test_factories_make_only_the_local_piece() -> None:
     """zeros of an uneven shape has the exact global shape and the chunk's local shape."""
     mesh = init_device_mesh("cpu", (2,))
-    d = zeros(5, 3, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64, requires_grad=True)
+    d = zeros(
+        5, 3, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64, requires_grad=True
+    )
     assert (d.shape, d.dtype, d.requires_grad) == ((5, 3), torch.float64, True)
     assert d.local_shape[0] == (3, 2)[mesh.get_local_rank()]
     with mesh:

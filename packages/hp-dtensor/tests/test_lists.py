@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hp_dtensor import CommDebugMode, DTensor, InPlaceError, Partial, Replicate, Shard, cache_statistics, distribute_tensor
+from hp_dtensor import (
+    CommDebugMode,
+    DTensor,
+    InPlaceError,
+    Partial,
+    Replicate,
+    Shard,
+    cache_statistics,
+    distribute_tensor,
+)
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
@@ -82,7 +91,9 @@ def test_foreach_forms_equal_the_single_tensors() -> None:
         assert got[0].placements == (Shard(0),)
         torch.testing.assert_close(got[0].full_tensor(), want)
     for power in (1.0, 2.0, float("inf")):
-        torch.testing.assert_close(whole(torch._foreach_norm([d], power)[0]), torch.linalg.vector_norm(x, power))
+        torch.testing.assert_close(
+            whole(torch._foreach_norm([d], power)[0]), torch.linalg.vector_norm(x, power)
+        )
 
 
 @spmd(world_size=2)

@@ -57,7 +57,9 @@ def test_the_sequence_parallel_pair_gathers_and_scatters() -> None:
     x = torch.randn(2, 5, 3)
     weights = [torch.randn(2, 5, 3) for _ in range(2)]
     mine = x.chunk(2, 1)[rank].clone().requires_grad_()
-    whole = redistribute_local(mine, mesh, [Shard(1)], [R], shape=x.shape, grad_placements=[Partial()])
+    whole = redistribute_local(
+        mine, mesh, [Shard(1)], [R], shape=x.shape, grad_placements=[Partial()]
+    )
     torch.testing.assert_close(whole, x)
     (whole * weights[rank]).sum().backward()
     torch.testing.assert_close(mine.grad, (weights[0] + weights[1]).chunk(2, 1)[rank])
@@ -97,7 +99,9 @@ def test_local_map_keeps_the_true_size_of_uneven_inputs() -> None:
     """A function over uneven pieces gives a result of the input's shape, with right gradients."""
     mesh = init_device_mesh("cpu", (2,))
     x = torch.arange(5.0)
-    double = local_map(lambda t: t * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],), device_mesh=mesh)
+    double = local_map(
+        lambda t: t * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],), device_mesh=mesh
+    )
     d = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
     out = double(d)
     assert out.shape == (5,)
@@ -116,7 +120,9 @@ def test_local_map_checks_what_comes_in_and_goes_out() -> None:
         return a * scale, scale
 
     strict = local_map(pair, out_placements=([R], None), in_placements=([R], None))
-    with pytest.raises(LayoutError, match=r"argument 0 is laid out as .*does not match in_placements"):
+    with pytest.raises(
+        LayoutError, match=r"argument 0 is laid out as .*does not match in_placements"
+    ):
         strict(d, 2.0)
     moved = local_map(pair, ([R], None), ([R], None), redistribute_inputs=True)
     out, scale = moved(d, 2.0)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hp_dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, clip_grad_norm_, distribute_tensor, get_total_norm
+from hp_dtensor import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    clip_grad_norm_,
+    distribute_tensor,
+    get_total_norm,
+)
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn

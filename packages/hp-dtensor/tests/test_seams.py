@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from hp_dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, StridedShard, clip_grad_norm_, distribute_tensor
+from hp_dtensor import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    clip_grad_norm_,
+    distribute_tensor,
+)
 from hp_dtensor import _torch as seam
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
@@ -30,7 +39,13 @@ def test_a_torch_spec_has_the_fields_that_others_read() -> None:
     meta = seam.TensorMeta(torch.Size([4]), (1,), torch.float32)
     assert (meta.shape, meta.stride, meta.dtype) == (torch.Size([4]), (1,), torch.float32)
     fields = set(seam.DTensorSpec.__dataclass_fields__)
-    assert {"mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order"} <= fields
+    assert {
+        "mesh",
+        "placements",
+        "tensor_meta",
+        "shard_order",
+        "use_strided_shard_as_shard_order",
+    } <= fields
 
 
 def test_strided_shard_is_a_value() -> None:
@@ -69,7 +84,10 @@ def test_collectives_are_recognised() -> None:
         dist.all_reduce(x)
         dist.all_gather([torch.empty(4), torch.empty(4)], x)
     functional = torch.ops._c10d_functional
-    assert comm.get_comm_counts() == {functional.all_reduce: 1, functional.all_gather_into_tensor: 1}
+    assert comm.get_comm_counts() == {
+        functional.all_reduce: 1,
+        functional.all_gather_into_tensor: 1,
+    }
     assert comm.get_total_bytes() == 16 + 16
 
 
@@ -101,7 +119,9 @@ def _parameters(module: nn.Module, mesh: object, plan: dict[str, object]) -> Non
     for name, placement in plan.items():
         path, _, leaf = name.rpartition(".")
         child = module.get_submodule(path)
-        child.register_parameter(leaf, nn.Parameter(distribute_tensor(getattr(child, leaf).detach(), mesh, [placement])))
+        child.register_parameter(
+            leaf, nn.Parameter(distribute_tensor(getattr(child, leaf).detach(), mesh, [placement]))
+        )
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from hp_dtensor.rules.reduction import reduction
 from hp_dtensor.rules.view import moved
 from hp_dtensor.testing import SHAPES, RuleError, Sample, check_rule, draw
 
-LIBRARY = torch.library.Library("hp_rule_test", "DEF")  # noqa: TOR901 - lives as long as the tests
+LIBRARY = torch.library.Library("hp_rule_test", "DEF")
 ops = torch.ops.hp_rule_test
 
 

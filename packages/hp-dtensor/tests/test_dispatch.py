@@ -1,0 +1,160 @@
+"""What dispatch decides: plans are found again, choices are cheap, what has no rule still runs, and errors speak."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hp_dtensor import (
+    CommDebugMode,
+    DTensor,
+    ImplicitCommunicationError,
+    MixedTensorError,
+    Partial,
+    Replicate,
+    Shard,
+    cache_statistics,
+    clear_caches,
+    distribute_tensor,
+    register_sharding,
+    strict,
+)
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+
+R = Replicate()
+
+
+@spmd(world_size=2)
+def test_a_repeated_call_hits_its_plan() -> None:
+    """The second call of an operator on equal layouts finds the plan, whatever the numbers are; types matter."""
+    mesh = init_device_mesh("cpu", (2,))
+    d = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    clear_caches()
+    _ = d * 2.0
+    before = cache_statistics()
+    for number in (3.0, 4.0, 5.0):
+        torch.testing.assert_close((d * number).full_tensor(), torch.arange(4.0) * number)
+    after = cache_statistics()
+    assert after["hits"] - before["hits"] >= 3
+    assert after["plans"] == before["plans"]
+    i = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
+    assert ((i * 2).dtype, (i * 2.0).dtype) == (torch.int64, torch.float32)
+    for end in (1, 2, 3):
+        torch.testing.assert_close(d.clamp(max=end).full_tensor(), torch.arange(4.0).clamp(max=end))
+
+
+@spmd(world_size=4)
+def test_batched_matmul_over_two_axes_sends_nothing() -> None:
+    """Batch dims cut by two axes stay cut."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    v, s = torch.randn(4, 4, 3), torch.randn(3, 1)
+    with CommDebugMode() as comm:
+        out = torch.matmul(distribute_tensor(v, mesh, [Shard(0), Shard(1)], src_data_rank=None),
+                           distribute_tensor(s, mesh, [R, R], src_data_rank=None))
+    assert comm.get_total_counts() == 0
+    torch.testing.assert_close(out.full_tensor(), v @ s)
+
+
+@spmd(world_size=2)
+def test_an_operator_without_a_rule_is_decomposed_or_replicated() -> None:
+    """huber_loss decomposes; an operator of our own without a rule runs replicated, with one warning that names it."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = torch.randn(6), torch.randn(6)
+    a, b = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, y))
+    torch.testing.assert_close(F.huber_loss(a, b).full_tensor(), F.huber_loss(x, y))
+
+    @torch.library.custom_op("hp_test::flip_sign", mutates_args=())
+    def flip_sign(t: torch.Tensor) -> torch.Tensor:
+        return -t
+
+    flip_sign.register_fake(torch.empty_like)
+    with pytest.warns(UserWarning, match=r"hp_test.flip_sign.default has no sharding rule: its inputs \(24 bytes\)"):
+        out = flip_sign(a)
+    torch.testing.assert_close(out.full_tensor(), -x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flip_sign(b)
+    c = distribute_tensor(torch.randn(7), mesh, [Shard(0)])
+    with strict(), pytest.raises(ImplicitCommunicationError, match="flip_sign.*no sharding rule"):
+        flip_sign(c)
+
+    @register_sharding(torch.ops.hp_test.flip_sign.default)
+    def _(t: object) -> object:
+        return [([Shard(0)], [Shard(0)]), ([Partial()], [Partial()])]
+
+    clear_caches()
+    with CommDebugMode() as comm:
+        out = flip_sign(a)
+    assert (comm.get_total_counts(), out.placements) == (0, (Shard(0),))
+    torch.testing.assert_close(out.full_tensor(), -x)
+
+
+@spmd(world_size=2)
+def test_shapes_that_depend_on_values_are_right() -> None:
+    """nonzero, unique and masked_select give the single device's result, replicated."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.tensor([0.0, 3, 0, 5])
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for f in (torch.nonzero, torch.unique, lambda t: torch.masked_select(t, t > 0), lambda t: t[t > 0]):
+            out = f(d)
+            torch.testing.assert_close(out.full_tensor(), f(x))
+
+
+@spmd(world_size=4)
+def test_tensors_of_two_meshes_do_not_mix() -> None:
+    """An operator over two meshes says so, with both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    a = distribute_tensor(torch.ones(4), mesh["dp"], [Shard(0)])
+    b = distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)])
+    with pytest.raises(MixedTensorError, match="live on different meshes"):
+        a + b
+
+
+@spmd(world_size=2)
+def test_inference_mode_takes_the_same_rules() -> None:
+    """Composite operators that reach dispatch only under inference_mode are right and stay sharded."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, w = torch.randn(2, 3, 4), torch.randn(4, 4)
+    d, dw = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [R])
+    with torch.inference_mode():
+        for f in (torch.matmul, F.linear, lambda a, b: a.reshape(6, 4) @ b, lambda a, _b: a.softmax(-1)):
+            with CommDebugMode() as comm:
+                out = f(d, dw)
+            assert comm.get_total_counts() == 0
+            torch.testing.assert_close(out.full_tensor(), f(x, w))
+
+
+@spmd(world_size=2)
+def test_size_one_axes_are_inert() -> None:
+    """On a mesh of one rank an axis changes no value and sends nothing, whatever the placement says."""
+    mesh = init_device_mesh("cpu", (1, 2))
+    x = torch.randn(3, 4)
+    for first in (R, Shard(0), Shard(1), Partial()):
+        with CommDebugMode() as comm:
+            d = distribute_tensor(x, mesh, [first, R], src_data_rank=None)
+            out = (d @ d.t()).relu().view(-1).sum()
+            whole = out.full_tensor()
+        assert comm.get_total_counts() == 0
+        torch.testing.assert_close(whole, (x @ x.t()).relu().sum())
+
+
+@spmd(world_size=2)
+def test_a_frozen_and_a_trained_argument_get_the_right_gradients() -> None:
+    """Only what requires grad gets one, also when the other operand is Partial."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, w = torch.randn(4, 6), torch.randn(6, 5)
+    a = distribute_tensor(x, mesh, [Shard(1)])
+    b = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+    out = a @ b
+    assert out.is_partial()
+    (out * 2 + 1).relu().sum().backward()
+    ref = w.clone().requires_grad_()
+    (x @ ref * 2 + 1).relu().sum().backward()
+    assert isinstance(b.grad, DTensor)
+    assert a.grad is None
+    torch.testing.assert_close(b.grad.full_tensor(), ref.grad)
