@@ -181,6 +181,8 @@ def make_layout(axes: Sequence[Axis]) -> TorchLayout:
         )
     sizes = tuple(_nest([s for s, _ in a.digits], 1) for a in axes)
     strides = tuple(_nest([d for _, d in a.digits], a.unit_stride) for a in axes)
+    if len(axes) == 1 and axes[0].merged and len(axes[0].digits) <= 1:
+        return layout(sizes[0], strides[0])
     return layout(sizes, strides)
 
 

@@ -33,6 +33,8 @@ class Axis:
     """Pairs ``(size, stride)`` over positions, outermost first, canonical."""
     unit_stride: int = field(default=1, compare=False)
     """The stride an axis of size 1 would have; carried for PyTorch's layouts, no part of the value."""
+    merged: bool = field(default=False, compare=False)
+    """Whether `merge` made it; torch 2.12 writes such a layout in another form. No part of the value."""
 
     @property
     def size(self) -> int:
@@ -109,7 +111,7 @@ def merge(axes: Iterable[Axis]) -> Axis:
         >>> merge((dp, tp)).offsets()
         (0, 1, 4, 5)
     """
-    return Axis(canonical(digit for axis in axes for digit in axis.digits))
+    return Axis(canonical(digit for axis in axes for digit in axis.digits), merged=True)
 
 
 def split(axis: Axis, sizes: Sequence[int]) -> tuple[Axis, ...]:

@@ -6,9 +6,9 @@ feature asks the table; it never asks for a backend by name.
 Facts of gloo were measured on torch 2.12 and 2.15, those of HCCL on torch-npu 2.13's front end, where
 what the front end takes and the vendor's table does not promise is `Support.UNDOCUMENTED`.
 
-Further backends come through the entry point group ``hp.accelerators``: each entry is a function of no
-arguments that returns `Capability` objects. They are looked for when a capability is first asked for,
-and win over ours of the same name, since a vendor knows its newer chips.
+Further backends come through the entry point group ``hp.accelerators``: an entry is named as its
+backend and is a function of no arguments that returns `Capability` objects. It is loaded when that
+backend is first asked for, and wins over ours, since a vendor knows its newer chips.
 
 Not taken: probing a backend at start, which needs a group, costs time and fails differently per rank;
 comparing versions, which says little about a vendor's build.
@@ -306,23 +306,31 @@ DEVICE_TYPES = frozenset({"cpu", "cuda", "npu", "xpu"})
 """Device types that need no extension of torch to be named in a mesh."""
 
 
+def registered() -> tuple[str, ...]:
+    """Return the backends that installed packages describe; loads none of these packages."""
+    return tuple(entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
 @cache
-def discovered() -> Mapping[str, Capability]:
-    """Return the capabilities that installed packages register, by backend name."""
-    found: dict[str, Capability] = {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+def discovered(backend: str) -> Capability | None:
+    """Return what an installed package says of *backend*, if one does.
+
+    Raises:
+        BackendError: if the package cannot be loaded or answers something else.
+    """
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=backend):
         try:
             provide = cast("Callable[[], Iterable[Capability]]", entry.load())
-            for capability in provide():
-                found[capability.name] = capability
+            found = {capability.name: capability for capability in provide()}
+            return found[backend]
         except Exception as error:
             message = (
-                f"The package behind entry point {entry.name!r} of group {ENTRY_POINTS!r} "
-                f"({entry.value}) could not tell what its backend can do: {error}. Repair or "
-                "uninstall it."
+                f"The entry point {entry.name!r} of group {ENTRY_POINTS!r} ({entry.value}) could not "
+                f"tell what its backend can do: {type(error).__name__}: {error}. Repair or uninstall "
+                "its package."
             )
             raise BackendError(message) from error
-    return MappingProxyType(found)
+    return None
 
 
 def get_capability(backend: str) -> Capability:
@@ -333,14 +341,15 @@ def get_capability(backend: str) -> Capability:
 
     Example:
         >>> from hp_mesh import get_capability
-        >>> get_capability("hccl").communicator_bytes // 2**20
-        400
+        >>> get_capability("gloo").supports_splitting
+        False
     """
-    known = {**_OURS, **discovered()}
-    if backend not in known:
+    capability = discovered(backend) or _OURS.get(backend)
+    if capability is None:
+        known = ", ".join(sorted({*_OURS, *registered()}))
         message = (
-            f"Nothing is known of the backend {backend!r}; known are {', '.join(sorted(known))}. "
+            f"Nothing is known of the backend {backend!r}; known are {known}. "
             f"A package can describe it through the entry point group {ENTRY_POINTS!r}."
         )
         raise BackendError(message)
-    return known[backend]
+    return capability

@@ -353,8 +353,9 @@ class Meeting:
                 continue
             missing.append(peer)
             crossing = self._crossing(peer)
-            if crossing:
-                self._fail(crossing)
+            if crossing is not None:
+                other, message = crossing
+                self._fail(message, also=other)
         if out_of_time and not self._store.check([self._key(turn, "done")]):
             self._fail(
                 f"{self._label}: the process group of ranks {_short(self._ranks)} was not made within "
@@ -363,24 +364,22 @@ class Meeting:
                 missing,
             )
 
-    def _crossing(self, peer: int) -> str:
-        """Say what *peer* waits for, if it is another group that has us in it."""
+    def _crossing(self, peer: int) -> tuple[str, str] | None:
+        """Return which group *peer* waits for, and a message, if it is another that has us in it."""
         key = f"hp_mesh/waits/{peer}"
-        if not self._store.check([key]):
-            return ""
-        word = self._store.get(key).decode()
+        word = self._store.get(key).decode() if self._store.check([key]) else ""
         if not word:
-            return ""
+            return None
         identity, label, listed = word.split("\n")
         ranks = [int(rank) for rank in listed.split(",")]
         if identity == self._identity or self._rank not in ranks:
-            return ""
+            return None
         mine = f"the group of {self._label} with ranks {_short(self._ranks)}"
         theirs = f"the group of {label} with ranks {_short(ranks)}"
         sides = sorted(
             [f"rank {self._rank} asks for {mine}", f"rank {peer} asks for {theirs}"],
         )
-        return (
+        return identity, (
             f"Ranks wait for each other in two different process groups: {sides[0]}; {sides[1]}. "
             "Give every rank the same mesh shape and axis names, and ask for axes in the same order."
         )
@@ -394,10 +393,13 @@ class Meeting:
         if word != self._heeded.get(self._identity):
             self._raise(word)
 
-    def _fail(self, message: str, missing: Sequence[int] = ()) -> NoReturn:
-        """Tell the other members of a failure, and raise it; or raise the one that came first."""
+    def _fail(self, message: str, missing: Sequence[int] = (), also: str = "") -> NoReturn:
+        """Tell the other members, and those of group *also*, and raise; or raise what came first."""
         listed = ",".join(map(str, missing))
         word = f"{self._rank} {time.time_ns()}\n{listed}\n{message}"
+        if also:
+            self._heeded[also] = word
+            self._store.set(f"hp_mesh/{also}/failed", word)
         before = self._heeded.get(self._identity, "")
         kept = self._store.compare_set(f"{self._prefix}/failed", before, word)
         self._raise(kept.decode())
