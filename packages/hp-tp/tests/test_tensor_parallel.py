@@ -38,14 +38,14 @@ PAIR = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (8,), (2, 0, 8)])
 @pytest.mark.parametrize("bias", [True, False])
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_mlp_equals_one_device(shape, bias):
     """Columns, then rows: outputs and all gradients, for inputs of any rank."""
     check_plan(mlp(bias=bias), tp(2), PAIR, torch.randn(shape))
 
 
 @pytest.mark.parametrize("hidden", [12, 10, 3, 1])
-@spmd(world_size=4)
+@spmd(world_size=4, timeout=120)
 def test_uneven_and_empty_shards(hidden):
     """A hidden size that the ranks do not divide, down to ranks that hold nothing."""
     check_plan(mlp(hidden=hidden), tp(4), PAIR, torch.randn(2, 3, 8))
@@ -53,7 +53,7 @@ def test_uneven_and_empty_shards(hidden):
 
 @pytest.mark.parametrize("given", [R, S(0), S(1), S(2), P])
 @pytest.mark.parametrize("out", [R, S(1), S(2), P])
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_distributed_inputs_are_taken_as_they_are(given, out):
     """A DTensor is moved from its own layout, whatever the style's label says; extremes of both layers."""
     plan = {
@@ -64,7 +64,7 @@ def test_distributed_inputs_are_taken_as_they_are(given, out):
 
 
 @pytest.mark.parametrize("layout", [R, S(0), S(1), S(-1), P])
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_plain_inputs_are_what_the_label_says(layout):
     """A plain piece is moved from the layout that the style names."""
     plan = {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel()}
@@ -73,7 +73,7 @@ def test_plain_inputs_are_what_the_label_says(layout):
 
 @pytest.mark.parametrize("layout", [R, S(0), S(1), S(-1), P])
 @pytest.mark.parametrize("bias", [True, False])
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_row_parallel_output_layouts(layout, bias):
     """The bias is added once and its gradient is whole, wherever the output goes."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=layout)}
@@ -81,14 +81,14 @@ def test_row_parallel_output_layouts(layout, bias):
 
 
 @pytest.mark.parametrize("layout", [R, S(0), S(1), S(-1)])
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_column_parallel_output_layouts(layout):
     """A column-parallel layer alone, its output moved."""
     style = ColwiseParallel(output_layouts=layout)
     check_plan(nn.Linear(8, 6), tp(2), style, torch.randn(4, 6, 8), output=layout)
 
 
-@spmd(world_size=4)
+@spmd(world_size=4, timeout=120)
 def test_uneven_output_columns_gather():
     """Seven columns over four ranks come back whole, plain and distributed."""
     for local in (True, False):
@@ -96,7 +96,7 @@ def test_uneven_output_columns_gather():
         check_plan(nn.Linear(5, 7), tp(4), style, torch.randn(3, 5))
 
 
-@spmd(world_size=4)
+@spmd(world_size=4, timeout=120)
 def test_uneven_sequence_as_dtensor_or_error():
     """A sequence that the ranks do not divide is fine as a DTensor, and refused as a plain tensor on every rank."""
     mesh = tp(4)
@@ -108,7 +108,7 @@ def test_uneven_sequence_as_dtensor_or_error():
         model(torch.randn(2, 6, 8))
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_frozen_parameters_and_inputs():
     """What requires no gradient gets none, and the rest is right."""
     for frozen in ("0.weight", "0.bias", "2.weight", "2.bias"):
@@ -121,7 +121,7 @@ def test_frozen_parameters_and_inputs():
         assert not laid_out(torch.randn(2, 8)).requires_grad
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_one_collective_each_way():
     """The pair of layers costs one all-reduce forward and one backward."""
     model = parallelize_module(mlp(), tp(2), PAIR)
@@ -143,7 +143,7 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_shared_input_is_reduced_once():
     """Layers that take the same gathered input give their addends to one reduce-scatter."""
     mesh = tp(2)
@@ -160,7 +160,7 @@ def test_shared_input_is_reduced_once():
     assert both.get_total_counts() == 4  # gather and scatter, forward and backward
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_second_derivatives():
     """A gradient penalty through both layers has the gradients of the single device."""
     model = mlp()
@@ -176,7 +176,7 @@ def test_second_derivatives():
             torch.testing.assert_close(ours.grad.full_tensor(), right.grad, rtol=1e-4, atol=1e-4)
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_autocast_gives_the_dtypes_of_one_device():
     """Under autocast the output, also a row-parallel one with a bias, is bfloat16, and gradients are float32."""
     model = mlp()
@@ -194,7 +194,7 @@ def test_autocast_gives_the_dtypes_of_one_device():
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=5e-2, atol=5e-2)
 
 
-@spmd(world_size=4)
+@spmd(world_size=4, timeout=120)
 def test_reduce_dtype_adds_up_in_it():
     """Addends 256, 1, 1, 1 in bfloat16 make 260 when added in float32, and the output stays bfloat16."""
     mesh = tp(4)
@@ -208,7 +208,7 @@ def test_reduce_dtype_adds_up_in_it():
         assert y.flatten().tolist() == [260.0] * y.numel()
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_keyword_input():
     """The input may be passed by its name, as to any linear layer."""
     model = parallelize_module(nn.Linear(4, 4), tp(2), ColwiseParallel(output_layouts=R))
@@ -235,13 +235,13 @@ class Chain(nn.Module):
         return self.b(F.gelu(self.a(x, 2.0)), 3.0, flip=True)
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_subclass_with_its_own_forward():
     """A subclass keeps its forward, its extra inputs and its numbers."""
     check_plan(Chain(), tp(2), {"a": ColwiseParallel(), "b": RowwiseParallel()}, torch.randn(2, 3, 8))
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_kinds_without_a_rule_are_refused():
     """A norm is neither cut by columns nor by rows."""
     mesh = tp(2)
@@ -251,7 +251,7 @@ def test_kinds_without_a_rule_are_refused():
     assert issubclass(UnsupportedModuleError, NotImplementedError)
 
 
-@spmd(world_size=4)
+@spmd(world_size=4, timeout=120)
 def test_input_on_another_mesh_is_refused():
     """A DTensor of the whole 2-D mesh cannot go into a layer that was laid out over one axis."""
     torch.set_num_threads(1)
@@ -261,7 +261,7 @@ def test_input_on_another_mesh_is_refused():
         layer(distribute_tensor(torch.randn(4, 4), mesh, [S(0), R]))
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_parameters_stay_distributed_with_their_attributes():
     """Parameters are DTensors with the layouts of the style, and what was set on them is kept."""
     layer = nn.Linear(4, 6)
@@ -276,7 +276,7 @@ def test_parameters_stay_distributed_with_their_attributes():
     assert (row.weight.placements, row.bias.placements) == ((S(1),), (R,))
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_source_rank():
     """The values of the source rank count; with None each rank cuts its own."""
     mesh = tp(2)
@@ -288,13 +288,13 @@ def test_source_rank():
         assert layer.weight.full_tensor().flatten().tolist() == expected
 
 
-@spmd(world_size=1)
+@spmd(world_size=1, timeout=120)
 def test_one_rank():
     """A mesh of one rank changes nothing but the types."""
     check_plan(mlp(), tp(1), PAIR, torch.randn(2, 3, 8))
 
 
-@spmd(world_size=2)
+@spmd(world_size=2, timeout=120)
 def test_copies_and_pickles_compute():
     """A laid-out module can be copied and pickled, and the copy owns its parameters."""
     model = parallelize_module(mlp(), tp(2), PAIR)

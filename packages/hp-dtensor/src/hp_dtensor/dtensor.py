@@ -22,7 +22,7 @@ from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.layout import PlacementsLike, resolve
 from hp_dtensor.placements import REPLICATE, Partial, Placement
-from hp_dtensor.spec import Spec, make_spec, spec_from_torch, spec_of
+from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,8 @@ class DTensor(TorchDTensor):
     """
 
     __slots__ = ("_own",)
+    # What torch.utils.swap_tensors exchanges (Module.to and to_empty use it); `_spec` would undo the exchange of `_own`.
+    __slotnames__ = ("_local_tensor", "_own")
 
     _own: Spec
     __torch_function__ = disabled_torch_function
@@ -217,6 +219,14 @@ class DTensor(TorchDTensor):
         grad = None if grad_placements is None else resolve(grad_placements, mesh, local_tensor.ndim)
         if local_tensor.device.type not in (mesh.device_type, "meta"):
             local_tensor = local_tensor.to(mesh.device_type)
+        if torch.compiler.is_compiling():
+            # The check compares with the rank's own numbers, which belong in no graph; the eager program has made it.
+            from hp_dtensor import _compiled
+
+            whole, steps = _autograd.global_shape(local_tensor, mesh, resolved)
+            if shape is not None:
+                whole, steps = tuple(shape), tuple(stride or contiguous_stride(tuple(shape)))
+            return cast("DTensor", _compiled.from_local(local_tensor, mesh, resolved, whole, steps, grad))
         local, whole, steps = check_from_local(
             local_tensor, mesh, resolved, run_check=run_check, shape=shape, stride=stride
         )

@@ -12,14 +12,13 @@ out as a plain tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, redistribute_local, to_local
 from hp_dtensor.layout import resolve
 from hp_dtensor.local import as_ours
 from hp_dtensor.placements import shard_dim
-from hp_dtensor.spec import Spec, spec_of
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_tp.errors import BoundaryError
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
     from torch import Tensor
 
-__all__ = ["PARTIAL", "REPLICATE", "check_even", "hand_out", "map_tensors", "move", "normal", "spec_on"]
+__all__ = ["PARTIAL", "REPLICATE", "check_even", "hand_out", "map_tensors", "move", "normal", "layout_on"]
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
@@ -43,20 +42,24 @@ def normal(placement: Placement, ndim: int) -> Placement:
     return Shard(dim + ndim) if type(placement) is Shard else placement
 
 
-def spec_on(value: Tensor, mesh: DeviceMesh, where: str) -> Spec | None:
-    """The description of a distributed *value*, None for a plain one.
+def layout_on(value: Tensor, mesh: DeviceMesh, where: str) -> tuple[Placement, ...] | None:
+    """How a distributed *value* is laid out, None for a plain one.
 
     Raises:
         BoundaryError: when it lives on another mesh.
     """
-    spec = spec_of(value)
-    if spec is not None and spec.mesh is not mesh and spec.mesh != mesh:
+    if not isinstance(value, TorchDTensor):
+        return None
+    if torch.compiler.is_compiling():  # the eager program has compared the meshes
+        return tuple(value.placements)
+    found = value.device_mesh
+    if found is not mesh and found != mesh:
         message = (
-            f"{where} is a DTensor on {spec.mesh}, but the style was applied on {mesh}: a style moves values over its own "
+            f"{where} is a DTensor on {found}, but the style was applied on {mesh}: a style moves values over its own "
             f"axis only. Pass x.to_local(), or a DTensor on the mesh {mesh}."
         )
         raise BoundaryError(message)
-    return spec
+    return tuple(value.placements)
 
 
 def move(
@@ -85,9 +88,9 @@ def move(
         BoundaryError: when the value is on another mesh.
         LayoutError: when a placement does not fit the value.
     """
-    spec = spec_on(value, mesh, where)
+    held = layout_on(value, mesh, where)
     wanted = (normal(target, value.ndim),)
-    if spec is None:
+    if held is None:
         source = (normal(label, value.ndim),)
         if local:
             if source == wanted and grad is None:
@@ -98,16 +101,16 @@ def move(
         entered = DTensor.from_local(value, mesh, source)
         return entered if source == wanted else entered.redistribute(mesh, wanted)
     if not local:
-        ours = as_ours(value) if isinstance(value, TorchDTensor) else value
-        return ours if spec.placements == wanted else ours.redistribute(mesh, wanted)  # type: ignore[operator]  # a DTensor's
-    if spec.placements == wanted:
+        ours = value if isinstance(value, DTensor) else as_ours(cast("TorchDTensor", value))
+        return ours if held == wanted else ours.redistribute(mesh, wanted)
+    if held == wanted:
         return leave(value, grad)
     return redistribute_local(
         to_local(value),
         mesh,
-        spec.placements,
+        held,
         wanted,
-        shape=tuple(spec.shape),
+        shape=tuple(value.shape),
         grad_placements=None if grad is None else (grad,),
     )
 

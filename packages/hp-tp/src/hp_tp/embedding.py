@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
     from hp_tp.substitution import Forward
 
-__all__ = ["EmbeddingLayout", "check_embedding"]
+__all__ = ["EmbeddingLayout", "check_embedding", "held_rows"]
+
+
+def held_rows(vocabulary: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """The range of the *vocabulary* that this rank holds when *mesh* cuts it; an empty one at the end when it holds none."""
+    held = local_intervals(vocabulary, ((mesh.size(), mesh.get_local_rank(), 1),))
+    return held[0] if held else (vocabulary, vocabulary)
 
 
 def check_embedding(module: nn.Embedding) -> None:
@@ -66,6 +72,8 @@ class EmbeddingLayout:
     """Whether the output is a plain tensor."""
     reduce_dtype: torch.dtype | None
     """The dtype in which addends travel."""
+    held: tuple[int, int]
+    """The range of ids whose rows this rank holds, when the table is cut by rows."""
 
     def __call__(
         self,
@@ -98,7 +106,7 @@ class EmbeddingLayout:
 
     def _held_rows(self, module: nn.Embedding, ids: Tensor, table: Tensor) -> Tensor:
         """The rows of the ids that this rank holds, zeros for the others."""
-        start, stop = self._held(module.num_embeddings)
+        start, stop = self.held
         away = (ids < start) | (ids >= stop)
         ids = ids - start
         padding = None if module.padding_idx is None else module.padding_idx - start
@@ -112,11 +120,6 @@ class EmbeddingLayout:
             )
         rows = F.embedding(ids.masked_fill(away, 0), table, padding)
         return rows.masked_fill(away.unsqueeze(-1), 0)
-
-    def _held(self, vocabulary: int) -> tuple[int, int]:
-        """The range of ids that this rank holds."""
-        held = local_intervals(vocabulary, ((self.mesh.size(), self.mesh.get_local_rank(), 1),))
-        return held[0] if held else (vocabulary, vocabulary)
 
 
 def _look_up(module: nn.Embedding, ids: Tensor, table: Tensor) -> Tensor:

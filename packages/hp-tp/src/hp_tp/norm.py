@@ -22,7 +22,7 @@ from hp_mesh import DeviceMesh
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_tp.boundary import PARTIAL, hand_out, map_tensors, move, normal, spec_on
+from hp_tp.boundary import PARTIAL, hand_out, map_tensors, move, normal
 from hp_tp.errors import BoundaryError
 from hp_tp.placing import replicate
 from hp_tp.style import ParallelStyle
@@ -77,11 +77,10 @@ class _SequenceLayout:
             whole = move(first, self.mesh, self.input_layout, self.cut, local=False, where=where)
             output = forward(module, whole, *rest, **kwargs)
             return map_tensors(to_local, output) if local_output else output
-        spec = spec_on(first, self.mesh, where)
+        whole_shape = tuple(first.shape) if isinstance(first, TorchDTensor) else None
         piece = move(first, self.mesh, self.input_layout, self.cut, local=True, where=where)
         output = piece if compute is None else compute(module, piece, self.cut)
-        shape = None if spec is None else tuple(spec.shape)
-        return hand_out(output, self.mesh, normal(self.cut, piece.ndim), shape, local=local_output)
+        return hand_out(output, self.mesh, normal(self.cut, piece.ndim), whole_shape, local=local_output)
 
 
 def _is_identity(module: nn.Module) -> bool:

@@ -43,9 +43,10 @@ def leave(tensor: Tensor, grad: Placement | None) -> Tensor:
     """This rank's piece of a distributed *tensor*, whose gradients fit together as *grad* (like the tensor when None)."""
     if grad is None:
         return to_local(tensor)
-    lazy = tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled()
-    spec = spec_of(tensor)
-    if not lazy or spec is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.is_leaf or not torch.is_grad_enabled():
         return to_local(tensor, grad_placements=(grad,))
+    spec = spec_of(tensor)
+    if spec is None:  # only to tell the type checker: callers pass distributed tensors
+        return tensor
     placements = normalize_placements((grad,), spec.mesh, tensor.ndim)
     return cast("Tensor", _Leave.apply(tensor, spec.with_placements(placements)))  # type: ignore[no-untyped-call]  # torch declares apply untyped

@@ -17,7 +17,7 @@ from hp_mesh import DeviceMesh
 from torch import nn
 
 from hp_tp.boundary import REPLICATE, check_even, map_tensors, move, normal
-from hp_tp.embedding import EmbeddingLayout, check_embedding
+from hp_tp.embedding import EmbeddingLayout, check_embedding, held_rows
 from hp_tp.errors import BoundaryError, UnsupportedModuleError
 from hp_tp.linear import LinearLayout
 from hp_tp.placing import place
@@ -129,7 +129,9 @@ class ColwiseParallel(ParallelStyle):
             if _computes_like(module, nn.Embedding):
                 substitute(
                     module,
-                    EmbeddingLayout(device_mesh, False, label, out, self.use_local_output, None),
+                    EmbeddingLayout(
+                        device_mesh, False, label, out, self.use_local_output, None, (0, 0)
+                    ),
                 )
                 return module
         else:
@@ -186,7 +188,13 @@ class RowwiseParallel(ParallelStyle):
                 substitute(
                     module,
                     EmbeddingLayout(
-                        device_mesh, True, label, out, self.use_local_output, self.reduce_dtype
+                        device_mesh,
+                        True,
+                        label,
+                        out,
+                        self.use_local_output,
+                        self.reduce_dtype,
+                        held_rows(module.num_embeddings, device_mesh),
                     ),
                 )
                 return module

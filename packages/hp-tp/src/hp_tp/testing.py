@@ -127,10 +127,11 @@ class _Check:
             message = f"{what} has no gradient, and has one on one device"
             raise AssertionError(message)
         if isinstance(tensor, TorchDTensor):
-            placements = gradient_placements(tensor.placements)
-            if cast("TorchDTensor", tensor.grad).placements != placements:
-                found = cast("TorchDTensor", tensor.grad).placements
-                message = f"the gradient of {what} is laid out as {found} and not as {placements}"
+            wanted = gradient_placements(tensor.placements)
+            found = cast("TorchDTensor", tensor.grad).placements
+            # Operators that go through dispatch may leave addends of a replica's gradient; their sum is compared.
+            if any(a != b and not a.is_partial() for a, b in zip(found, wanted, strict=True)):
+                message = f"the gradient of {what} is laid out as {found} and not as {wanted}"
                 raise AssertionError(message)
         self.value(tensor.grad, expected, gradient_placements((layout,))[0], f"the gradient of {what}")
 

@@ -1,0 +1,304 @@
+"""What composes with what: FSDP2, checkpoints, compilation, recomputation, and all of them together.
+
+Each compares with a single-device run of the same steps. They touch what torch calls private, through FSDP2's rebuilt
+parameters and the compiler, so they also run on the oldest torch that we support.
+"""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from hp_dtensor import CommDebugMode, Replicate, Shard, clip_grad_norm_, get_total_norm
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+from hp_tp import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from hp_tp.testing import check_plan
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.seam
+
+R, S = Replicate(), Shard
+WIDTH, HEADS, VOCABULARY = 16, 4, 20
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.wo = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale):
+        b, t, _ = x.shape
+        q, k, v = (w(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
+        self.w2 = nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x), 0.7)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, depth=2):
+        super().__init__()
+        self.emb = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x))
+
+
+def plan(*, sequence_parallel, local=True):
+    """The plan of the decoder, with or without the sequence cut between blocks."""
+    between = S(1) if sequence_parallel else R
+    norm = SequenceParallel() if sequence_parallel else None
+    enter = PrepareModuleInput(
+        input_layouts=(between, None), desired_input_layouts=(R, None), use_local_output=local and not sequence_parallel
+    )
+    return {
+        "emb": RowwiseParallel(output_layouts=between),
+        "norm": norm,
+        "out": ColwiseParallel(input_layouts=between, output_layouts=R),
+        "layers.*": {
+            "attention_norm": norm,
+            "ffn_norm": norm,
+            "attention": enter,
+            "attention.w[qkv]": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=between),
+            "feed_forward": PrepareModuleInput(input_layouts=between, desired_input_layouts=R),
+            "feed_forward.w[13]": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=between),
+        },
+    }
+
+
+def start(*shape):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    names = ("dp", "tp")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+def test_decoder_equals_one_device(sequence_parallel, size):
+    """Embedding, attention, feed-forward, norms and head together: logits and every gradient."""
+
+    @spmd(world_size=size, timeout=120)
+    def run():
+        ids = torch.randint(0, VOCABULARY, (2, 8))
+        check_plan(Decoder(), start(size), plan(sequence_parallel=sequence_parallel), ids)
+
+    run()
+
+
+@spmd(world_size=2, timeout=120)
+def test_collectives_of_a_sequence_parallel_block():
+    """One gather and one scatter around attention and feed-forward, mirrored backward, and the norms' small sums."""
+    mesh = start(2)
+    layer = parallelize_module(Block(), mesh, plan(sequence_parallel=True)["layers.*"])
+    x = torch.randn(2, 4, WIDTH, requires_grad=True)
+    with CommDebugMode() as forward:
+        y = layer(x)
+    with CommDebugMode() as backward:
+        y.sum().backward()
+    assert forward.get_total_counts() == 4
+    # Mirrored, one sum for each of the three parameters of norms, and one for each row-parallel bias: none, since the
+    # gathered gradient gives it whole.
+    assert backward.get_total_counts() == 4 + 3
+
+
+def train(model, parameters, batches, rank, replicas, norms):
+    """AdamW with clipping; this replica's part of each batch. Returns the losses of the whole batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for ids in batches:
+        own = ids.chunk(replicas)[rank]
+        logits = model(own[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
+        loss.backward()
+        norms.append(float(clip_grad_norm_(list(model.parameters()), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if replicas > 1:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        losses.append(float(mean))
+    del parameters
+    return losses
+
+
+def shard_fully(model, mesh):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@spmd(world_size=4, timeout=180)
+def test_fsdp_over_tp_trains_like_one_device(recompute):
+    """Losses, gradient norms and parameters of several AdamW steps, dp=2 and tp=2, with and without recomputation."""
+    mesh = start(2, 2)
+    reference = Decoder()
+    model = copy.deepcopy(reference)
+    parallelize_module(model, mesh["tp"], plan(sequence_parallel=True))
+    if recompute:
+        for layer in model.layers:
+            layer.forward = recomputed(layer.forward)
+    shard_fully(model, mesh)
+    batches = [torch.randint(0, VOCABULARY, (4, 9)) for _ in range(4)]
+    norms, right_norms = [], []
+    rank = mesh.get_local_rank("dp")
+    losses = train(model, None, batches, rank, 2, norms)
+    rights = train(reference, None, batches, 0, 1, right_norms)
+    torch.testing.assert_close(losses, rights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norms, right_norms, rtol=1e-4, atol=1e-5)
+    for (name, ours), right in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), right, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def recomputed(forward):
+    """*forward* with its activations computed again in the backward."""
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+@spmd(world_size=4, timeout=120)
+def test_full_tensor_after_fsdp_over_tp():
+    """Rows cut by tp and then by dp come back in order, and each rank holds the rows it should."""
+    mesh = start(2, 2)
+    x = torch.arange(8.0).reshape(8, 1)
+    layer = nn.Linear(1, 8, bias=False)
+    layer.weight.data.copy_(x)
+    parallelize_module(layer, mesh["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["dp"])
+    assert torch.equal(layer.weight.full_tensor(), x)
+    dp, tp = mesh.get_coordinate()
+    assert torch.equal(layer.weight.to_local(), x[tp * 4 + dp * 2 : tp * 4 + dp * 2 + 2])
+
+
+def state_of(model):
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@spmd(world_size=4, timeout=180)
+def test_checkpoints_load_in_any_layout():
+    """Saved at dp=2, tp=2: loads at tp=4, at dp=4 and whole, bit for bit."""
+    mesh = start(2, 2)
+    source = Decoder()
+    model = copy.deepcopy(source)
+    parallelize_module(model, mesh["tp"], plan(sequence_parallel=True))
+    shard_fully(model, mesh)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save(state_of(model), checkpoint_id=folder[0])
+
+    def load(into):
+        state = state_of(into)
+        dcp.load(state, checkpoint_id=folder[0])
+        into.load_state_dict(state)
+        for name, right in source.state_dict().items():
+            found = into.state_dict()[name]
+            whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+            assert torch.equal(whole, right), name
+
+    load(Decoder())
+    load(parallelize_module(Decoder(), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), plan(sequence_parallel=False)))
+    sharded = Decoder()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    load(sharded)
+
+
+def whole_of(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@spmd(world_size=2, timeout=300)
+def test_compiled_block(sequence_parallel):
+    """One graph, forward and backward, with the numbers of one device."""
+    mesh = start(2)
+    block = Block()
+    reference = copy.deepcopy(block)
+    parallelize_module(block, mesh, plan(sequence_parallel=sequence_parallel)["layers.*"])
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 8, WIDTH)
+    rank = mesh.get_local_rank()
+    piece = (x.chunk(2, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
+    whole = x.clone().requires_grad_()
+    y, right = compiled(piece), reference(whole)
+    grad = torch.randn_like(x)
+    right.backward(grad)
+    cut = (lambda t: t.chunk(2, 1)[rank]) if sequence_parallel else (lambda t: t)
+    y.backward(cut(grad).contiguous())
+    torch.testing.assert_close(y, cut(right), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(piece.grad, cut(whole.grad), rtol=1e-4, atol=1e-5)
+    for (name, p), q in zip(block.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@spmd(world_size=2, timeout=300)
+def test_compiled_decoder():
+    """Embedding, blocks and head in one graph."""
+    mesh = start(2)
+    model = Decoder(1)
+    reference = copy.deepcopy(model)
+    parallelize_module(model, mesh, plan(sequence_parallel=True))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = torch.randint(0, VOCABULARY, (2, 8))
+    y, right = compiled(ids), reference(ids)
+    torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(right)
+    y.backward(grad)
+    right.backward(grad)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
+
+
+@spmd(world_size=4, timeout=120)
+def test_gradient_norm_over_two_meshes():
+    """The total norm counts each element once, whichever mesh a parameter lives on."""
+    mesh = start(2, 2)
+    model = Decoder(1)
+    reference = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], plan(sequence_parallel=True))
+    ids = torch.randint(0, VOCABULARY, (2, 8))
+    model(ids).square().mean().backward()
+    reference(ids).square().mean().backward()
+    ours = get_total_norm([p.grad for p in model.parameters()])
+    right = get_total_norm([p.grad for p in reference.parameters()])
+    torch.testing.assert_close(float(ours), float(right), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,233 @@
+"""Styles of the boundary: inputs, outputs, and a module that stays whole."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+from hp_tp import (
+    BoundaryError,
+    ColwiseParallel,
+    NoParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    StyleError,
+    parallelize_module,
+)
+from hp_tp.testing import check_plan
+from torch import nn
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def tp(size):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+class Takes(nn.Module):
+    """Takes a tensor, an optional one, a named one and a flag."""
+
+    def forward(self, x, mask=None, *, pos, flag=True):
+        assert mask is None
+        assert flag is True
+        self.seen = (x, pos)
+        return x + pos
+
+
+@spmd(world_size=2, timeout=120)
+def test_inputs_by_position_and_name():
+    """Plain or distributed, by position or name, each is moved; None and flags are left alone."""
+    mesh, x, p = tp(2), torch.randn(4, 2), torch.randn(4, 2)
+    style = PrepareModuleInput(
+        input_layouts=(S(0), None),
+        desired_input_layouts=(R, None),
+        input_kwarg_layouts={"pos": R},
+        desired_input_kwarg_layouts={"pos": S(1)},
+    )
+    module = parallelize_module(Takes(), mesh, style)
+    whole = distribute_tensor(x, mesh, [S(0)])
+    for args, kwargs in (
+        ((whole.to_local(), None), {"pos": p}),
+        ((whole, None), {"pos": distribute_tensor(p, mesh, [S(0)])}),
+        ((whole,), {"pos": p, "flag": True}),
+        ((), {"x": whole, "pos": p}),
+    ):
+        torch.testing.assert_close(module(*args, **kwargs).full_tensor(), x + p)
+        assert [t.placements for t in module.seen] == [(R,), (S(1),)]
+
+
+@spmd(world_size=2, timeout=120)
+def test_local_inputs():
+    """With ``use_local_output`` the module gets plain tensors."""
+    mesh, x = tp(2), torch.randn(4, 2)
+    style = PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R, use_local_output=True)
+    module = parallelize_module(nn.Identity(), mesh, style)
+    assert torch.equal(module(distribute_tensor(x, mesh, [S(0)]).to_local()), x)
+
+
+@spmd(world_size=2, timeout=120)
+def test_wrong_inputs():
+    """A count, a kind and a name that do not fit, each with what was found."""
+    mesh = tp(2)
+    pair = PrepareModuleInput(input_layouts=R, desired_input_layouts=R)
+    with pytest.raises(BoundaryError, match="called with 2 positional inputs, but input_layouts has 1"):
+        parallelize_module(nn.Bilinear(2, 2, 2), mesh, pair)(torch.ones(2), torch.ones(2))
+    with pytest.raises(AssertionError, match=r"has layout R, but it is 3 of type int"):
+        parallelize_module(nn.Identity(), mesh, pair)(3)
+    named = PrepareModuleInput(input_kwarg_layouts={"poss": R}, desired_input_kwarg_layouts={"poss": R})
+    with pytest.raises(StyleError, match=r"'poss', which is no input of .*Did you mean 'pos'"):
+        parallelize_module(Takes(), mesh, named)
+
+
+def test_layouts_that_do_not_pair():
+    """Lists of different lengths, a missing list and different names."""
+    with pytest.raises(AssertionError, match="should have the same length"):
+        PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)
+    with pytest.raises(StyleError, match="input_layouts is given but desired_input_layouts is not"):
+        PrepareModuleInput(input_layouts=R)
+    with pytest.raises(StyleError, match=r"\['a'\] and .*\['b'\]"):
+        PrepareModuleInput(input_kwarg_layouts={"a": R}, desired_input_kwarg_layouts={"b": R})
+    with pytest.raises(StyleError, match="both needed"):
+        PrepareModuleOutput(output_layouts=None, desired_output_layouts=R)
+    with pytest.raises(ValueError, match="same length"):
+        PrepareModuleInputOutput(output_layouts=(R,), desired_output_layouts=(R, R))
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+class Gives(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x, y):
+        return self.kind(x, y)
+
+
+@spmd(world_size=2, timeout=120)
+def test_outputs_keep_their_container():
+    """A tuple, a named tuple and a list come back as such, each output moved by its entry."""
+    mesh, x = tp(2), torch.randn(4, 2)
+    style = PrepareModuleOutput(output_layouts=(P, None), desired_output_layouts=(S(0), None))
+    for kind, expected in ((lambda a, b: (a, b), tuple), (Pair, Pair), (lambda a, b: [a, b], list)):
+        module = parallelize_module(Gives(kind), mesh, style)
+        out = module(x, "text")
+        assert type(out) is expected
+        rank = mesh.get_local_rank()
+        torch.testing.assert_close(out[0], 2 * x[2 * rank : 2 * rank + 2])
+        assert out[1] == "text"
+    with pytest.raises(BoundaryError, match="returned 3 outputs, but output_layouts has 2"):
+        parallelize_module(Gives(lambda a, b: (a, b, a)), mesh, style)(x, x)
+
+
+@spmd(world_size=2, timeout=120)
+def test_one_layout_for_a_nest_of_tensors():
+    """A dict of tensors as the single output or input takes the one layout for each of them."""
+    mesh, x = tp(2), torch.randn(4, 2)
+    style = PrepareModuleInputOutput(
+        input_layouts=(R, None),
+        desired_input_layouts=(S(0), None),
+        output_layouts=S(0),
+        desired_output_layouts=R,
+        use_local_input=True,
+    )
+    module = parallelize_module(Gives(lambda a, b: {"x": a["x"], "n": (a["x"],)}), mesh, style)
+    out = module({"x": x}, None)
+    assert torch.equal(out["x"], x)
+    assert torch.equal(out["n"][0], x)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x, scale):
+        return self.down(torch.relu(self.up(x) * scale))
+
+
+@spmd(world_size=2, timeout=120)
+def test_around_a_pair_of_layers():
+    """Sequence pieces in and out of a whole MLP, an extra input untouched, with all gradients."""
+    plan = {
+        "": PrepareModuleInputOutput(
+            input_layouts=(S(1), None),
+            desired_input_layouts=(R, None),
+            output_layouts=P,
+            desired_output_layouts=S(1),
+        ),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=P),
+    }
+    check_plan(Inner(), tp(2), plan, torch.randn(2, 4, 8), 0.5, given=[S(1)], output=S(1))
+
+
+@spmd(world_size=2, timeout=120)
+def test_reduce_dtype_of_outputs():
+    """Addends travel in float32 and come out in bfloat16."""
+    mesh = tp(2)
+    style = PrepareModuleOutput(output_layouts=P, desired_output_layouts=R, reduce_dtype=torch.float32)
+    module = parallelize_module(nn.Identity(), mesh, style)
+    addend = torch.tensor([256.0 if mesh.get_local_rank() == 0 else 1.5], dtype=torch.bfloat16)
+    assert module(addend).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("desired", [None, S(0), S(1)])
+@pytest.mark.parametrize("given", [R, S(1), S(0)])
+@spmd(world_size=2, timeout=120)
+def test_no_parallel(given, desired):
+    """Whole parameters, whatever comes in and whatever the module computes with."""
+    mesh = tp(2)
+    style = NoParallel(desired_input_layout=desired)
+    for module in (nn.Linear(8, 4), nn.LayerNorm(8)):
+        check_plan(module, mesh, style, torch.randn(2, 4, 8), given=[given], distributed=True)
+    laid_out = check_plan(nn.Linear(8, 4), mesh, NoParallel(input_layout=given), torch.randn(2, 4, 8), given=[given])
+    assert laid_out.weight.placements == (R,)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("offset", torch.randn(4))
+
+    def forward(self, x, *rest, **named):
+        self.rest = (rest, named)
+        return x * self.weight + self.offset
+
+
+@spmd(world_size=2, timeout=120)
+def test_no_parallel_keeps_buffers_and_extras():
+    """Buffers become replicas too; other inputs pass; the output goes where it shall."""
+    mesh = tp(2)
+    module = Counting()
+    reference = copy.deepcopy(module)
+    parallelize_module(module, mesh, NoParallel(output_layout=S(0), use_local_output=False))
+    x = torch.randn(2, 4)
+    out = module(x, "extra", flag=3)
+    assert module.rest == (("extra",), {"flag": 3})
+    assert out.placements == (S(0),)
+    torch.testing.assert_close(out.full_tensor(), reference(x))
+    assert isinstance(module.offset, DTensor)
+
+
+@spmd(world_size=2, timeout=120)
+def test_whole_between_columns_and_rows():
+    """A module that stays whole between a column- and a row-parallel layer."""
+    plan = {
+        "0": ColwiseParallel(),
+        "1": NoParallel(input_layout=S(-1), output_layout=S(-1)),
+        "2": RowwiseParallel(),
+    }
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    check_plan(model, tp(2), plan, torch.randn(2, 4))
