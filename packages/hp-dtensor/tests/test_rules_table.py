@@ -733,11 +733,6 @@ def running_written() -> Iterable[Sample]:
     return [s(CUBE.clone(), 1)]
 
 
-@samples("_cummax_helper.default", "_cummin_helper.default")
-def running_extremes() -> Iterable[Sample]:
-    return [s(CUBE, torch.zeros_like(CUBE), torch.zeros(CUBE.shape, dtype=torch.int64), 1)]
-
-
 @samples("sort.default")
 def sort() -> Iterable[Sample]:
     return [s(CUBE), s(CUBE, 1, True), s(SCALAR)]
@@ -1290,5 +1285,4 @@ def test_out_forms_take_the_rule_of_their_operator(name: str) -> None:
 def test_an_out_tensor_that_will_be_resized_is_never_cut() -> None:
     """A piece cannot be resized to a piece: no strategy is offered."""
     sample = s(*draw((5, 4), (4, 3)), out=torch.zeros(0, dtype=torch.float64))
-    with pytest.warns(UserWarning, match="resized"):
-        assert check_rule(aten.mm.out, [sample], (2,)) == 0
+    assert check_rule(aten.mm.out, [sample], (2,)) == 0

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 FAMILIES = (
-    *("attention", "concatenate", "embedding", "factory", "foreach", "indexing", "loss", "matmul"),
+    *("attention", "concatenate", "embedding", "factory", "indexing", "loss", "matmul"),
     *("norm", "ordering", "pointwise", "reduction", "softmax", "view"),
 )
 

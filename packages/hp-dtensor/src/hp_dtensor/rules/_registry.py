@@ -205,12 +205,6 @@ class OpRule:
     """What to run locally, if not the operator itself."""
     linear: LinearFinder | None = None
     """Sets of tensor positions in which the operator is jointly linear."""
-    zipped: bool = False
-    """True for an operator that does the same to each position of its tensor lists.
-
-    Then `strategies` is to be asked once for each entry of `elements`, and the answers are
-    independent of each other.
-    """
 
     def strategies(self, call: OpCall) -> tuple[Strategy, ...]:
         """Return all strategies for *call*, the preferred first, without duplicates.
@@ -226,40 +220,6 @@ class OpRule:
         for strategy in found:
             _check_arity(call, strategy)
         return tuple(found)
-
-    def elements(self, call: OpCall) -> tuple[OpCall, ...]:
-        """Split a call of a `zipped` operator into one call per position of its lists.
-
-        Every list of tensors is replaced by its entry at that position (an empty list by None),
-        a list of as many numbers likewise; other arguments are kept. The calls keep the operator.
-        """
-        count = max(map(_list_length, (*call.args, *call.kwargs.values())), default=0)
-        outputs = call.outputs if len(call.outputs) == count else ()
-        return tuple(
-            replace(
-                call,
-                args=tuple(_pick(value, position, count) for value in call.args),
-                kwargs={key: _pick(value, position, count) for key, value in call.kwargs.items()},
-                outputs=outputs[position : position + 1],
-                present=(),
-            )
-            for position in range(count)
-        )
-
-
-def _list_length(value: object) -> int:
-    """Return the length of a list of tensors, 0 for anything else."""
-    if isinstance(value, list | tuple) and any(isinstance(item, TensorMeta) for item in value):
-        return len(value)
-    return 0
-
-
-def _pick(value: object, position: int, count: int) -> object:
-    if not isinstance(value, list | tuple):
-        return value
-    if not value:
-        return None
-    return value[position] if len(value) == count else value
 
 
 def _check_arity(call: OpCall, strategy: Strategy) -> None:
@@ -336,7 +296,6 @@ def register_rule(
     *,
     local: Localizer | None = None,
     linear: Linear = (),
-    zipped: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Put *rule* into the table for each overload in *ops*.
@@ -352,7 +311,6 @@ def register_rule(
             these tensors taken together when the others are fixed, so that a sum of addends
             (``Partial("sum")``, and ``Partial("avg")`` for inexact results) may stay one. A
             function of the call where that depends on its other arguments.
-        zipped: The operator maps over its lists of tensors, see `OpRule.zipped`.
         overwrite: Replace a rule that is there already.
 
     Raises:
@@ -367,8 +325,8 @@ def register_rule(
         def find_linear(_call: OpCall) -> Iterable[frozenset[int]]:
             return groups
 
-    entry = OpRule(rule, local, find_linear, zipped)
-    writing = OpRule(_with_out(rule), None, _linear_with_out(find_linear), zipped)
+    entry = OpRule(rule, local, find_linear)
+    writing = OpRule(_with_out(rule), None, _linear_with_out(find_linear))
     found = tuple(_overloads(ops))
     taken = [str(op) for op in found if op in _table]
     if taken and not overwrite:
@@ -383,7 +341,7 @@ def register_rule(
 
 # --- out= forms -------------------------------------------------------------------------------
 
-_OUT_NAMES = frozenset({"grad_input", "values", "values_stable", "dim_max", "dim_min"})
+_OUT_NAMES = frozenset({"grad_input", "values", "values_stable", "dim_max", "dim_min", "output"})
 
 
 def _is_out_variant(op: OpOverload) -> bool:

@@ -411,6 +411,7 @@ def _groups(*groups: Sequence[int]) -> Callable[[OpCall], Iterator[frozenset[int
 
 
 FIRST = _groups([0])
+_PUTS = ("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 
 register_rule(aten_ops("index_select.default"), _index_select, local=_pick_local, linear=FIRST)
 register_rule(aten_ops("gather.default"), _gather, local=_pick_local, linear=FIRST)
@@ -440,7 +441,7 @@ register_rule(
     aten_ops("index.Tensor", "_unsafe_index.Tensor"), _index, local=_index_local, linear=FIRST
 )
 register_rule(
-    aten_ops("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"),
+    aten_ops(*(f"{name}.default" for name in _PUTS)),
     _index_put,
     linear=_put_linear,
 )

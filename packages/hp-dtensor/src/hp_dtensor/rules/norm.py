@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from hp_dtensor.placements import Placement, Shard
 from hp_dtensor.rules._labels import Dims, label_strategies
 from hp_dtensor.rules._registry import (
     LocalCall,
@@ -84,32 +85,30 @@ def _group_norm(sizes: int) -> Rule:
     """
 
     def rule(call: OpCall) -> Iterator[Strategy]:
-        channels, groups = call.arg(sizes + 1), call.arg(sizes + 3)
-        labels = ["n"]
-        if isinstance(channels, int) and isinstance(groups, int):
-            whole_groups = not groups % call.axis_size and channels == _channels(call)
-            labels += ["c"] if whole_groups else []
         yield from label_strategies(
             call,
-            [_group_dims(meta, call) for meta in call.tensors],
-            [None if meta is None else _group_dims(meta, call) for meta in call.outputs],
-            labels=labels,
+            [_batch_first(meta) for meta in call.tensors],
+            [None if meta is None else _batch_first(meta) for meta in call.outputs],
         )
+        groups = call.arg(sizes + 3)
+        whole = call.arg(sizes + 1) == call.tensors[0].shape[1]
+        if isinstance(groups, int) and whole and not groups % call.axis_size:
+            yield Strategy(
+                tuple(None if meta is None else _channels(meta) for meta in call.outputs),
+                tuple(_channels(meta) for meta in call.tensors),
+            )
 
     return rule
 
 
-def _channels(call: OpCall) -> int:
-    return call.tensors[0].shape[1]
+def _batch_first(meta: TensorMeta) -> Dims:
+    """Input, gradients and statistics begin with the batch; weights have channels alone."""
+    return [None] if len(meta.shape) == 1 else ["n", *[None] * (len(meta.shape) - 1)]
 
 
-def _group_dims(meta: TensorMeta, call: OpCall) -> Dims:
-    """Input and gradients are (n, c, ...), statistics (n, groups), weights (c)."""
-    if len(meta.shape) == 1:
-        return ["c"]
-    if len(meta.shape) == 2 and len(call.tensors[0].shape) != 2:
-        return ["n", "g"]
-    return ["n", "c", *[None] * (len(meta.shape) - 2)]
+def _channels(meta: TensorMeta) -> Placement:
+    """Channels, or the groups that they form in statistics, come second; in weights alone."""
+    return Shard(0 if len(meta.shape) == 1 else 1)
 
 
 def _group_norm_local(sizes: int) -> Callable[[LocalCall], Callable[..., object]]:

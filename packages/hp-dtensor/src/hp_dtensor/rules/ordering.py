@@ -100,11 +100,10 @@ register_rule(
 register_rule(
     aten_ops(
         *("cumprod", "cumprod_", "cummax", "cummin", "logcumsumexp", "_logcumsumexp"),
-        *("_cummax_helper", "_cummin_helper"),
     ),
     along(1),
 )
-register_rule(aten_ops("sort"), along(1, default=-1))
+register_rule(aten_ops("sort.default", "sort.stable", "sort.values_stable"), along(1, default=-1))
 register_rule(aten_ops("topk"), along(2, default=-1))
 register_rule(aten_ops("flip"), _rearranged)
 register_rule(aten_ops("roll"), _rolled)

@@ -109,6 +109,11 @@ def _copy(call: OpCall) -> Iterator[Strategy]:
     yield from keep_partial(call)
 
 
+def _as_it_is(_local: LocalCall) -> Callable[..., object]:
+    """``detach_`` acts on the graph alone, which is above all local tensors."""
+    return lambda tensor: tensor
+
+
 def _extreme(kind: str) -> Rule:
     """``maximum`` of two Partial("max") is one, and so for the minimum."""
 
@@ -152,10 +157,14 @@ def linear_in(call: OpCall, groups: Iterable[Iterable[int]]) -> Iterator[frozens
     that would not be Partial. ``out=`` tensors join each group.
     """
     places: dict[int, int] = {}
+    count = 0
     for position, value in enumerate(call.args):
         if isinstance(value, TensorMeta):
-            places[position] = len(places)
-    outs = frozenset(range(len(places), len(call.tensors)))
+            places[position] = count
+            count += 1
+        elif isinstance(value, list | tuple):
+            count += sum(isinstance(item, TensorMeta) for item in value)
+    outs = frozenset(range(count, len(call.tensors)))
     for group in groups:
         positions = tuple(group)
         if all(position in places for position in positions):
@@ -274,11 +283,18 @@ def _fill_local(local: LocalCall) -> Callable[..., object]:
 
 # Torch does not tag these, although they look at each element alone.
 _UNTAGGED = (
-    *("abs_", "add_relu", "copysign_", "eq_", "ne_", "ge_", "gt_", "le_", "lt_", "gcd_", "lcm_"),
+    *("abs_", "copysign_", "eq_", "ne_", "ge_", "gt_", "le_", "lt_", "gcd_", "lcm_"),
     *("__irshift__", "floor_divide", "floor_divide_", "heaviside_", "xlogy_", "rsub.Tensor"),
     *("hardswish", "hardswish_", "hardswish_backward", "hardtanh_backward", "gelu_", "mish_"),
     *("hardshrink_backward", "hardsigmoid_backward", "softshrink_backward", "softplus_backward"),
-    *("leaky_relu_backward", "elu_backward", "mish_backward", "threshold_", "polar", "complex"),
+    *(
+        "leaky_relu_backward",
+        "elu_backward",
+        "mish_backward",
+        "threshold_",
+        "polar.default",
+        "complex",
+    ),
     *("threshold_backward.grad_input", "rrelu_with_noise_backward", "_masked_scale"),
     *("masked_fill.Tensor", "masked_fill_", "_prelu_kernel", "_prelu_kernel_backward"),
     *("gelu_backward.grad_input", "fake_quantize_per_tensor_affine_cachemask"),
@@ -287,8 +303,18 @@ _UNTAGGED = (
 
 # These copy, so that a Partial of any kind stays one.
 _COPIES = (
-    *("clone", "_to_copy", "copy_", "copy", "lift", "lift_fresh", "positive", "alias", "detach"),
-    *("detach_", "_conj", "_conj_physical", "conj_physical", "conj_physical_", "_lazy_clone"),
+    *(
+        "clone",
+        "_to_copy",
+        "copy_.default",
+        "copy.default",
+        "lift",
+        "lift_fresh",
+        "positive",
+        "alias",
+        "detach",
+    ),
+    *("_conj", "_conj_physical", "conj_physical", "conj_physical_", "_lazy_clone"),
     *("resolve_conj", "resolve_neg", "contiguous", "_pin_memory"),
 )
 
@@ -301,8 +327,9 @@ def _no_strategy(_call: OpCall) -> Iterator[Strategy]:
 register_tag_rule(torch.Tag.pointwise, OpRule(elementwise, None, _linear))
 register_rule(aten_ops("equal"), _no_strategy)
 register_rule(aten_ops(*_COPIES), _copy)
+register_rule(aten_ops("detach_"), _copy, local=_as_it_is)
 register_rule(aten_ops("maximum", "max.other", "max.out"), _extreme("max"))
 register_rule(aten_ops("minimum", "min.other", "min.out"), _extreme("min"))
-register_rule(aten_ops("neg", "neg_"), _negate, linear=_linear)
+register_rule(aten_ops("neg.default", "neg_.default", "neg.out"), _negate, linear=_linear)
 register_rule(aten_ops("fill_", "zero_", "fill", "zero"), _fill, local=_fill_local)
 register_rule(aten_ops(*_UNTAGGED), elementwise, linear=_linear)

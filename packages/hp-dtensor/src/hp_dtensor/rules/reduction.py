@@ -144,6 +144,23 @@ def _loser(dtype: torch.dtype, kind: str) -> float | bool:
     return info.min if kind == "max" else info.max
 
 
+def _quiet_local(local: LocalCall) -> Callable[..., object]:
+    """An empty result is made, not computed: torch would warn that it has no degrees of freedom."""
+    shapes = local.output_local_shapes
+    if all(shape is None or prod(shape) for shape in shapes):
+        return local.call.op
+    dtypes = [meta.dtype for meta in local.call.outputs if meta is not None]
+
+    def run(tensor: torch.Tensor, *_static: object, **_kwargs: object) -> object:
+        made = tuple(
+            tensor.new_empty(shape or (), dtype=dtype)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        return made if len(made) > 1 else made[0]
+
+    return run
+
+
 # --- norms, of which some combine -------------------------------------------------------------
 
 
@@ -188,9 +205,17 @@ def _linear(call: OpCall) -> Iterator[frozenset[int]]:
     return linear_in(call, [[0]])
 
 
+def _named(name: str) -> list[str]:
+    """Name the overloads on tensors; the packets hold others, on Python's own lists."""
+    forms = ("default", "dim", "dims", "all_out", "out", "dims_out")
+    return [f"{name}.{form}" for form in forms]
+
+
 _sum, _product, _max, _min = (_always(kind) for kind in ("sum", "product", "max", "min"))
 
-register_rule(aten_ops("sum"), reduction(_sum), linear=_linear)
+register_rule(
+    aten_ops("sum.default", "sum.dim_IntList", "sum.IntList_out"), reduction(_sum), linear=_linear
+)
 register_rule(aten_ops("nansum"), reduction(_sum))
 register_rule(aten_ops("mean"), reduction(_sum), linear=_linear, local=_mean_local)
 register_rule(aten_ops("count_nonzero"), reduction(_sum))
@@ -205,8 +230,8 @@ register_rule(
     _idempotent("min"),
     local=_extreme_local("min"),
 )
-register_rule(aten_ops("any", "_is_any_true"), reduction(_max))
-register_rule(aten_ops("all", "_is_all_true"), reduction(_min))
+register_rule(aten_ops(*_named("any"), "_is_any_true"), reduction(_max))
+register_rule(aten_ops(*_named("all"), "_is_all_true"), reduction(_min))
 register_rule(
     aten_ops("linalg_vector_norm"),
     reduction(_norm_kind(1), position=2),
@@ -219,15 +244,13 @@ register_rule(
 )
 register_rule(
     aten_ops(
-        *("var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin", "max.dim"),
-        *(
-            "min.dim",
-            "mode",
-            "median.dim",
-            "nanmedian.dim",
-        ),
+        *("logsumexp", "argmax", "argmin", "max.dim", "min.dim", "mode", "median.dim"),
+        "nanmedian.dim",
     ),
     reduction(_never),
+)
+register_rule(
+    aten_ops("var", "std", "var_mean", "std_mean"), reduction(_never), local=_quiet_local
 )
 register_rule(aten_ops("kthvalue"), reduction(_never, position=2))
 register_rule(aten_ops("aminmax"), reduction(_never, position=1))
