@@ -17,7 +17,7 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TypeAlias
+from typing import TypeAlias, get_type_hints
 
 from public_names import PACKAGES
 from sphinx.application import Sphinx
@@ -49,6 +49,13 @@ def complete(module: ModuleType) -> None:
     exec(compile(imports, module.__name__, "exec"), vars(module))  # noqa: S102  (our own source)
 
 
+def complete_tuples(module: ModuleType) -> None:
+    """Evaluate the fields of named tuples, whose constructors forget the module they are from."""
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+            value.__new__.__annotations__.update(get_type_hints(value))
+
+
 def evaluate_aliases(known: list[ModuleType]) -> None:
     """Replace the type aliases that are strings by what they say, wherever they were imported."""
     values = {
@@ -72,6 +79,8 @@ def _complete_all(_app: Sphinx) -> None:
     for module in known:
         complete(module)
     evaluate_aliases(known)
+    for module in known:
+        complete_tuples(module)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -5,10 +5,14 @@
 entry for the former, this looks whether the package exports the same object, and links to
 that entry. The objects are compared: an equal name alone resolves nothing.
 
+A recursive type alias names itself by a bare word; that is looked up in the modules of the
+package whose page shows it.
+
 Setting `__module__` on every export would do too, and would make tracebacks and pickles lie.
 """
 
 import importlib
+import sys
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
@@ -47,17 +51,29 @@ def public_name(target: str) -> str | None:
     return None
 
 
+def homes(word: str, package: str) -> list[str]:
+    """The full names under which the modules of a package know a bare word."""
+    modules = sorted(name for name in sys.modules if f"{name}.".startswith(f"{package}."))
+    return [f"{name}.{word}" for name in modules if hasattr(sys.modules[name], word)]
+
+
 def _resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement
 ) -> nodes.reference | None:
-    target = node.get("reftarget", "")
-    name = public_name(target) if node.get("refdomain") == "py" else None
-    if name is None:
+    if node.get("refdomain") != "py":
         return None
+    target = node.get("reftarget", "")
+    if "." in target:
+        names = [public_name(target)]
+    else:
+        names = [*homes(target, (node.get("py:module") or "").split(".")[0])]
     domain = env.get_domain("py")
-    document = node.get("refdoc", "")
-    found = domain.resolve_any_xref(env, document, app.builder, name, node, content)
-    return found[0][1] if found else None
+    for name in filter(None, names):
+        document = node.get("refdoc", "")
+        found = domain.resolve_any_xref(env, document, app.builder, name, node, content)
+        if found:
+            return found[0][1]
+    return None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
