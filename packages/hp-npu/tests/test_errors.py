@@ -15,7 +15,9 @@ from hp_npu import KernelArgumentError, KernelUnavailableError, NpuError, NpuUna
         (KernelArgumentError, RuntimeError),
     ],
 )
-def test_errors_extend_what_callers_catch_today(error: type[Exception], builtin: type[Exception]) -> None:
+def test_errors_extend_what_callers_catch_today(
+    error: type[Exception], builtin: type[Exception]
+) -> None:
     """Each error is an `NpuError` and the builtin that the same failure raises elsewhere."""
     assert issubclass(error, NpuError)
     assert issubclass(error, builtin)

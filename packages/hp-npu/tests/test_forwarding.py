@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-PROGRAM = '''
+PROGRAM = """
 import json
 import types
 import torch
@@ -25,6 +25,7 @@ device.is_initialized = lambda: True
 device.device_count = lambda: 1
 device.current_device = lambda: 0
 device._is_in_bad_fork = lambda: False
+device.manual_seed_all = lambda seed: None
 _setup_privateuseone_for_python_backend("npu", backend_module=device)
 
 
@@ -38,9 +39,8 @@ class Npu(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func.namespace in ("hp", "npu"):
-            python = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
-            with torch._C._ExcludeDispatchKeyGuard(python):
-                return func(*args, **(kwargs or {}))
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+            return func.redispatch(keys, *args, **(kwargs or {}))
         args, kwargs = pytree.tree_map(raw, (args, kwargs or {}))
         return pytree.tree_map(wrap, func(*args, **kwargs))
 
@@ -101,7 +101,7 @@ for dtype in (torch.bfloat16, torch.float64):
         "why": hp_npu.KERNELS.why("rms_norm", *there, 1e-5),
     }
 print(json.dumps(out))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,12 @@ def found() -> dict[str, dict[str, object]]:
         pytest.skip(f"torch {torch.__version__} can't simulate a device in Python")
     environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -134,7 +139,9 @@ def test_the_vendors_kernels_run_on_the_device(found: dict[str, dict[str, object
     assert seen["why"] == "rms_norm runs npu::npu_rms_norm"
 
 
-def test_what_the_vendor_does_not_take_runs_the_reference_there(found: dict[str, dict[str, object]]) -> None:
+def test_what_the_vendor_does_not_take_runs_the_reference_there(
+    found: dict[str, dict[str, object]],
+) -> None:
     """64-bit tensors stay on the device and run the reference, and `why` names the dtype."""
     seen = found["torch.float64"]
     assert seen["calls"] == []

@@ -43,14 +43,22 @@ def dtype_of(name: str) -> torch.dtype:
 @pytest.mark.parametrize("collective", REDUCES)
 def test_reductions_take_the_measured_dtypes(collective: Collective) -> None:
     """A sum is taken for the dtypes of the measured row, refused for every other."""
-    taken = {name for name in EVERY.split() if HCCL.check(collective, dtype_of(name), R.SUM) is not S.UNSUPPORTED}
+    taken = {
+        name
+        for name in EVERY.split()
+        if HCCL.check(collective, dtype_of(name), R.SUM) is not S.UNSUPPORTED
+    }
     assert taken == set(REDUCES[collective].split())
 
 
 @pytest.mark.parametrize("collective", [C.ALL_GATHER, C.ALL_TO_ALL, C.BROADCAST, C.SEND])
 def test_moves_take_the_measured_dtypes(collective: Collective) -> None:
     """Collectives without arithmetic take every dtype but the other 8-bit floats and 128-bit complex."""
-    taken = {name for name in EVERY.split() if HCCL.check(collective, dtype_of(name)) is not S.UNSUPPORTED}
+    taken = {
+        name
+        for name in EVERY.split()
+        if HCCL.check(collective, dtype_of(name)) is not S.UNSUPPORTED
+    }
     assert taken == set(MOVED.split())
 
 
@@ -58,7 +66,9 @@ def test_moves_take_the_measured_dtypes(collective: Collective) -> None:
 def test_what_the_vendor_does_not_promise_is_marked(collective: Collective) -> None:
     """Of the dtypes taken, those outside of the vendor's page are UNDOCUMENTED, the others NATIVE."""
     native = {n for n in EVERY.split() if HCCL.check(collective, dtype_of(n), R.SUM) is S.NATIVE}
-    undocumented = {n for n in EVERY.split() if HCCL.check(collective, dtype_of(n), R.SUM) is S.UNDOCUMENTED}
+    undocumented = {
+        n for n in EVERY.split() if HCCL.check(collective, dtype_of(n), R.SUM) is S.UNDOCUMENTED
+    }
     assert native == set(PROMISED[collective].split())
     assert undocumented == set(REDUCES[collective].split()) - native
 
@@ -77,7 +87,9 @@ def test_what_the_vendor_does_not_promise_is_marked(collective: Collective) -> N
         (R.BXOR, S.UNSUPPORTED),
     ],
 )
-def test_reduce_operators_have_the_measured_support(reduction: Reduction, support: Support) -> None:
+def test_reduce_operators_have_the_measured_support(
+    reduction: Reduction, support: Support
+) -> None:
     """Average and pre-multiplied sum are emulated, bitwise operators refused."""
     dtype = torch.int32 if support is S.UNSUPPORTED else torch.float32
     assert HCCL.check(C.ALL_REDUCE, dtype, reduction) is support
@@ -110,7 +122,10 @@ def test_the_other_facts_are_those_measured() -> None:
 
 def test_hp_mesh_finds_the_table_by_its_entry_point() -> None:
     """The installed package is listed in the group that hp-mesh reads, and hp-mesh answers with our table."""
-    names = [entry.value for entry in importlib.metadata.entry_points(group="hp.accelerators", name="hccl")]
+    names = [
+        entry.value
+        for entry in importlib.metadata.entry_points(group="hp.accelerators", name="hccl")
+    ]
     assert "hp_npu.hccl:capabilities" in names
     assert get_capability("hccl") is HCCL
 
@@ -118,7 +133,9 @@ def test_hp_mesh_finds_the_table_by_its_entry_point() -> None:
 # --- routes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int64], ids=str
+)
 @pytest.mark.parametrize("reduction", [R.SUM, R.MIN, R.MAX, R.PRODUCT])
 def test_what_hccl_has_goes_straight(dtype: torch.dtype, reduction: Reduction) -> None:
     """No detour for a native reduction."""
@@ -136,13 +153,18 @@ def test_every_route_asks_only_for_what_the_table_has() -> None:
                     route = reduction_route(collective, dtype, reduction, gather=True)
                 except BackendError:
                     continue
-                real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+                real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(
+                    dtype, dtype
+                )
                 wire = route.wire or real
                 seen += 1
                 if route.gather:
                     assert HCCL.check(C.ALL_GATHER, wire) is not S.UNSUPPORTED
                 else:
-                    assert HCCL.check(collective, wire, route.reduction) in {S.NATIVE, S.UNDOCUMENTED}
+                    assert HCCL.check(collective, wire, route.reduction) in {
+                        S.NATIVE,
+                        S.UNDOCUMENTED,
+                    }
     assert seen > 100
 
 
@@ -161,7 +183,9 @@ def test_every_route_asks_only_for_what_the_table_has() -> None:
     ],
     ids=str,
 )
-def test_what_has_no_exact_way_says_what_to_do(dtype: torch.dtype, reduction: Reduction, says: str) -> None:
+def test_what_has_no_exact_way_says_what_to_do(
+    dtype: torch.dtype, reduction: Reduction, says: str
+) -> None:
     """The error names the backend, the dtype, the reduction and the way out."""
     with pytest.raises(BackendError, match=says) as caught:
         reduction_route(C.ALL_REDUCE, dtype, reduction)
@@ -177,7 +201,9 @@ def test_a_collective_without_arithmetic_has_no_route() -> None:
 
 def test_the_950_reduces_doubles_itself() -> None:
     """Where the table has the dtype no detour is taken."""
-    assert reduction_route(C.ALL_REDUCE, torch.float64, R.SUM, capability=HCCL_ASCEND950) == Route(R.SUM)
+    assert reduction_route(C.ALL_REDUCE, torch.float64, R.SUM, capability=HCCL_ASCEND950) == Route(
+        R.SUM
+    )
 
 
 # --- walking routes, on gloo --------------------------------------------------------------------
@@ -199,7 +225,9 @@ def shares(dtype: torch.dtype, world: int) -> list[torch.Tensor]:
     return made
 
 
-def combined(parts: list[torch.Tensor], reduction: Reduction, factor: float | None) -> torch.Tensor:
+def combined(
+    parts: list[torch.Tensor], reduction: Reduction, factor: float | None
+) -> torch.Tensor:
     """The reduction by hand: in numpy-like steps over a stack, no collective."""
     stack = torch.stack(parts)
     if stack.dtype is torch.bool and reduction is not R.BXOR:
@@ -218,7 +246,9 @@ def combined(parts: list[torch.Tensor], reduction: Reduction, factor: float | No
         return stack.amin(0)
     if reduction is R.MAX:
         return stack.amax(0)
-    step = {R.BAND: torch.bitwise_and, R.BOR: torch.bitwise_or, R.BXOR: torch.bitwise_xor}[reduction]
+    step = {R.BAND: torch.bitwise_and, R.BOR: torch.bitwise_or, R.BXOR: torch.bitwise_xor}[
+        reduction
+    ]
     out = parts[0]
     for part in parts[1:]:
         out = step(out, part)
@@ -249,10 +279,11 @@ def test_each_route_gives_what_the_reduction_means() -> None:
         whole = combined(parts, reduction, factor)
         mine = parts[rank].clone()
         got = hccl.all_reduce(mine, reduction, group, factor=factor, gather=True)
-        torch.testing.assert_close(got, whole, msg=lambda m, d=dtype, r=reduction: f"all_reduce {d} {r}: {m}")
         piece = hccl.reduce_scatter(mine, reduction, group, factor=factor, gather=True)
-        expected = whole.chunk(WORLD)[rank]
-        torch.testing.assert_close(piece, expected, msg=lambda m, d=dtype, r=reduction: f"scatter {d} {r}: {m}")
+        case = f"{dtype} {reduction}"
+        for found, expected in ((got, whole), (piece, whole.chunk(WORLD)[rank])):
+            assert found.dtype == dtype, case
+            torch.testing.assert_close(found, expected, msg=case)
         assert torch.equal(mine, parts[rank])
 
 

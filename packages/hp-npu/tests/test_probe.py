@@ -17,9 +17,17 @@ needs_absence = pytest.mark.skipif(
 def run_python(code: str, *paths: Path, arguments: tuple[str, ...] = ()) -> str:
     """Run *code* in a new process with *paths* in front of the import path, and return what it prints."""
     path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path.rstrip(os.pathsep), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = os.environ | {
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -16,12 +16,15 @@ from hp_npu import (
 )
 from torch import Tensor
 
-LIBRARY = torch.library.Library("hp_npu_vendor", "DEF")
-LIBRARY.define("half(Tensor input, float scale=1.0, *, str mode='') -> Tensor")
-LIBRARY.define("needs_more(Tensor input, Tensor other) -> Tensor")
-LIBRARY.define("two(Tensor input) -> (Tensor, Tensor)")
-LIBRARY.define("keyword(Tensor input, *, float scale) -> Tensor")
-LIBRARY.impl("half", lambda x, scale=1.0, mode="": x * scale * 0.5, "CPU")
+SCHEMAS = {
+    "half": "(Tensor input, float scale=1.0, *, str mode='') -> Tensor",
+    "needs_more": "(Tensor input, Tensor other) -> Tensor",
+    "two": "(Tensor input) -> (Tensor, Tensor)",
+    "keyword": "(Tensor input, *, float scale) -> Tensor",
+}
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"hp_npu_vendor::{_name}", _schema)
+torch.library.impl("hp_npu_vendor::half", "cpu", lambda x, scale=1.0, mode="": x * scale * 0.5)
 
 
 def reference(x: Tensor, scale: float) -> Tensor:
@@ -40,13 +43,15 @@ SPEC = KernelSpec(
     reference=reference,
     fake=lambda x, scale: torch.empty_like(x),
     vendor=VendorOp("hp_npu_vendor::half", ("Tensor", "float"), results=1, since="2.1.0"),
-    call_vendor=lambda x, scale: torch.ops.hp_npu_vendor.half(x, scale),
+    call_vendor=torch.ops.hp_npu_vendor.half,
     constraint=lambda x, scale: "x is integer" if not x.is_floating_point() else None,
     rule=no_rule,  # type: ignore[arg-type]  # never asked
 )
 
 
-def registry_of(spec: KernelSpec[..., Tensor] = SPEC, device_type: str = "cpu") -> DeviceKernelRegistry:
+def registry_of(
+    spec: KernelSpec[..., Tensor] = SPEC, device_type: str = "cpu"
+) -> DeviceKernelRegistry:
     """A registry with one kernel, whose vendor's operators run on the CPU."""
     registry = DeviceKernelRegistry(device_type)
     registry.register(spec)
@@ -65,7 +70,11 @@ def test_the_vendors_operator_runs_where_it_can() -> None:
 @pytest.mark.parametrize(
     ("registry", "x", "reason"),
     [
-        (registry_of(device_type="npu"), torch.ones(3), "its tensors are on cpu, and hp_npu_vendor::half runs on npu"),
+        (
+            registry_of(device_type="npu"),
+            torch.ones(3),
+            "its tensors are on cpu, and hp_npu_vendor::half runs on npu",
+        ),
         (registry_of(), torch.ones(3, dtype=torch.int64), "x is integer"),
         (
             registry_of(replace(SPEC, vendor=replace(SPEC.vendor, name="hp_npu_vendor::gone"))),
@@ -75,7 +84,9 @@ def test_the_vendors_operator_runs_where_it_can() -> None:
     ],
     ids=["device", "constraint", "absent"],
 )
-def test_the_reference_runs_where_it_cannot(registry: DeviceKernelRegistry, x: Tensor, reason: str) -> None:
+def test_the_reference_runs_where_it_cannot(
+    registry: DeviceKernelRegistry, x: Tensor, reason: str
+) -> None:
     """Each reason falls back, warns once or raises, as the policy says, and `why` tells it."""
     spec = registry["half"]
     assert registry.resolve(spec, "fallback", x, 1.0) is SPEC.reference
@@ -102,9 +113,18 @@ def test_a_reason_is_warned_of_once() -> None:
         (VendorOp("hp_npu_vendor::half", ("Tensor", "float"), 1, "1"), None),
         (VendorOp("hp_npu_vendor::half", ("Tensor",), 1, "1"), None),
         (VendorOp("hp_npu_vendor::half", ("Tensor", "int"), 1, "1"), "(Tensor, int) by position"),
-        (VendorOp("hp_npu_vendor::half", ("Tensor", "float", "str"), 1, "1"), "(Tensor, float, str) by position"),
-        (VendorOp("hp_npu_vendor::needs_more", ("Tensor",), 1, "1"), "needs_more(Tensor input, Tensor other)"),
-        (VendorOp("hp_npu_vendor::keyword", ("Tensor",), 1, "1"), "keyword(Tensor input, *, float scale)"),
+        (
+            VendorOp("hp_npu_vendor::half", ("Tensor", "float", "str"), 1, "1"),
+            "(Tensor, float, str) by position",
+        ),
+        (
+            VendorOp("hp_npu_vendor::needs_more", ("Tensor",), 1, "1"),
+            "needs_more(Tensor input, Tensor other)",
+        ),
+        (
+            VendorOp("hp_npu_vendor::keyword", ("Tensor",), 1, "1"),
+            "keyword(Tensor input, *, float scale)",
+        ),
         (VendorOp("hp_npu_vendor::two", ("Tensor",), 1, "1"), "1 result(s)"),
         (VendorOp("hp_npu_vendor::gone", ("Tensor",), 1, "2.9.0"), "torch_npu has it since 2.9.0"),
     ],
@@ -121,7 +141,7 @@ def test_an_operator_that_appears_later_is_found() -> None:
     late = replace(SPEC, vendor=VendorOp("hp_npu_vendor::late", ("Tensor", "float"), 1, "1"))
     registry = registry_of(late)
     assert registry.resolve(late, "fallback", torch.ones(3), 1.0) is late.reference
-    LIBRARY.define("late(Tensor input, float scale) -> Tensor")
+    torch.library.define("hp_npu_vendor::late", "(Tensor input, float scale) -> Tensor")
     assert registry.resolve(late, "fallback", torch.ones(3), 1.0) is late.call_vendor
 
 

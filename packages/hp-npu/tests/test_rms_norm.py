@@ -5,14 +5,21 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from hp_npu import KERNELS, KernelArgumentError, KernelFallbackWarning, KernelUnavailableError, rms_norm
+from hp_npu import (
+    KERNELS,
+    KernelArgumentError,
+    KernelFallbackWarning,
+    KernelUnavailableError,
+    rms_norm,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 OP = torch.ops.hp.rms_norm.default
 BACKWARD = torch.ops.hp.rms_norm_backward.default
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-12}
+FLOATS = list(TOLERANCE)
 
 
 def sample(
@@ -48,15 +55,18 @@ def by_hand(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
-def test_values_gradients_and_dtypes_are_those_of_torch(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_values_gradients_and_dtypes_are_those_of_torch(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     """For every pair of dtypes output and both gradients equal `F.rms_norm`'s, in value and dtype."""
     x, weight, dy = sample((3, 5, 8), dtype, weight_dtype)
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[weight_dtype])
     y = rms_norm(x, weight, 1e-5)
     reference = torch_norm(x, weight, 1e-5)
-    torch.testing.assert_close(y, reference)
+    torch.testing.assert_close(y, reference, rtol=tolerance, atol=tolerance)
     ours = torch.autograd.grad(y, (x, weight), dy)
     theirs = torch.autograd.grad(reference, (x, weight), dy)
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @settings(deadline=None, max_examples=60)
@@ -65,7 +75,9 @@ def test_values_gradients_and_dtypes_are_those_of_torch(dtype: torch.dtype, weig
     normalised=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     eps=st.sampled_from([0.0, 1e-6, 1e-2]),
 )
-def test_any_shape_follows_the_formula(outer: list[int], normalised: list[int], eps: float) -> None:
+def test_any_shape_follows_the_formula(
+    outer: list[int], normalised: list[int], eps: float
+) -> None:
     """No outer dims, empty ones, and several normalised dims give the formula and its gradients."""
     x, weight, dy = sample((*outer, *normalised), torch.float64, torch.float64, len(normalised))
     y = rms_norm(x, weight, eps)
@@ -104,7 +116,7 @@ def test_half_inputs_are_computed_in_32_bits() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_second_result_is_the_reciprocal_root(dtype: torch.dtype) -> None:
-    """rstd has the outer dims, ones for the normalised, the arithmetic's dtype, and no gradient."""
+    """The root has the outer dims, ones for the normalised, the arithmetic's dtype, and no gradient."""
     x, weight, _ = sample((3, 4, 5), dtype, dtype, dims=2)
     _, rstd = OP(x, weight, 1e-6)
     assert rstd.shape == (3, 1, 1)
@@ -117,10 +129,10 @@ def test_the_second_result_is_the_reciprocal_root(dtype: torch.dtype) -> None:
 def test_only_wanted_gradients_are_given() -> None:
     """Frozen weight: the input's gradient alone; frozen input: the weight's alone."""
     x, weight, dy = sample((3, 8), torch.float32, torch.float32)
-    rms_norm(x, weight.detach()).backward(dy)
+    torch.autograd.backward(rms_norm(x, weight.detach()), dy)
     assert x.grad is not None
     x.grad = None
-    rms_norm(x.detach(), weight).backward(dy)
+    torch.autograd.backward(rms_norm(x.detach(), weight), dy)
     assert x.grad is None
     assert weight.grad is not None
 
@@ -129,13 +141,17 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
     """Differentiating the gradient raises and names the operator."""
     x, weight, _ = sample((3, 8), torch.float32, torch.float32)
     (dx,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"hp.*rms_norm_backward.*no autograd formula"):
-        dx.sum().backward()
+    with pytest.raises(
+        NotImplementedError, match=r"rms_norm_backward has no derivative.*plain torch"
+    ):
+        torch.autograd.backward(dx.sum())
 
 
 # --- as an operator -----------------------------------------------------------------------------
 
 
+# The check itself looks at gradients of tensors that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
 def test_the_operators_keep_torchs_contract(dtype: torch.dtype, layout: str) -> None:
@@ -158,6 +174,8 @@ def test_results_are_contiguous() -> None:
     turned = x.detach().transpose(0, 1).requires_grad_()
     y = rms_norm(turned, weight)
     assert y.is_contiguous()
+    (dx,) = torch.autograd.grad(y, turned, dy.transpose(0, 1))
+    assert dx.is_contiguous()
     assert torch.equal(y, rms_norm(turned.detach().contiguous(), weight))
 
 
@@ -194,7 +212,9 @@ def test_a_graph_holds_our_operator_once() -> None:
 
 def test_policy_error_raises_with_the_reason() -> None:
     """On a CPU there is no vendor kernel: the error says where the tensors are and what to pass."""
-    with pytest.raises(KernelUnavailableError, match="pass policy='fallback' to run the reference") as caught:
+    with pytest.raises(
+        KernelUnavailableError, match="pass policy='fallback' to run the reference"
+    ) as caught:
         rms_norm(torch.ones(2, 8), torch.ones(8), policy="error")
     assert caught.value.kernel == "rms_norm"
     assert caught.value.reason == "its tensors are on cpu, and npu::npu_rms_norm runs on npu"
@@ -215,19 +235,29 @@ def test_policy_warn_once_warns_once_and_computes(recwarn: pytest.WarningsRecord
 
 def test_an_unknown_policy_is_refused() -> None:
     """The error lists the policies."""
-    with pytest.raises(ValueError, match="policy is 'never'; it is one of error, warn_once, fallback"):
+    with pytest.raises(
+        ValueError, match="policy is 'never'; it is one of error, warn_once, fallback"
+    ):
         rms_norm(torch.ones(2, 8), torch.ones(8), policy="never")  # type: ignore[arg-type]  # what is tested
 
 
 @pytest.mark.parametrize(
     ("x", "weight", "says"),
     [
-        (torch.ones(3, 4), torch.ones(3), r"weight has shape \(3,\) and x has shape \(3, 4\).*\(3, 4\), \(4,\)"),
+        (
+            torch.ones(3, 4),
+            torch.ones(3),
+            r"weight has shape \(3,\) and x has shape \(3, 4\).*\(3, 4\), \(4,\)",
+        ),
         (torch.ones(3, 4), torch.ones(1), r"weight has shape \(1,\)"),
         (torch.ones(4), torch.ones(3, 4), r"must be that of x's last dims.*one of \(4,\)"),
         (torch.ones(3, 4), torch.ones(()), r"weight has shape \(\)"),
         (torch.ones(()), torch.ones(()), r"one of none, since x has no dims"),
-        (torch.ones(3, 4, dtype=torch.int64), torch.ones(4), r"x is torch.int64; .*Convert it with .float"),
+        (
+            torch.ones(3, 4, dtype=torch.int64),
+            torch.ones(4),
+            r"x is torch.int64; .*Convert it with .float",
+        ),
         (torch.ones(3, 4), torch.ones(4, dtype=torch.bool), r"weight is torch.bool"),
         (torch.ones(3, 4, dtype=torch.complex64), torch.ones(4), r"x is torch.complex64"),
     ],

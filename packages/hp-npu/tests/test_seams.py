@@ -9,8 +9,8 @@ pytestmark = pytest.mark.seam
 
 def test_schemas_of_an_operator_are_found() -> None:
     """Types, defaults, positional arguments and results are read from an operator's schema."""
-    lib = torch.library.Library("hp_npu_seam", "DEF")
-    lib.define("probe(Tensor a, float b=1e-6, *, str? c=None) -> (Tensor, Tensor)")
+    schema = "(Tensor a, float b=1e-6, *, str? c=None) -> (Tensor, Tensor)"
+    torch.library.define("hp_npu_seam::probe", schema)
     (found,) = signatures_of("hp_npu_seam::probe")
     assert found.arguments == ("Tensor", "float", "Optional[str]")
     assert (found.required, found.positional, found.results) == (1, 2, 2)

@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 OP = torch.ops.hp.rms_norm.default
 BACKWARD = torch.ops.hp.rms_norm_backward.default
-SHAPES = [((4, 6, 8), 1), ((5, 3, 8), 1), ((4, 6, 8), 2), ((1, 7, 2), 1), ((0, 3, 4), 1), ((6,), 1)]
+SHAPES = [
+    ((4, 6, 8), 1),
+    ((5, 3, 8), 1),
+    ((4, 6, 8), 2),
+    ((1, 7, 2), 1),
+    ((0, 3, 4), 1),
+    ((6,), 1),
+]
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -36,7 +43,10 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def test_the_rule_of_the_forward_holds() -> None:
     """Every strategy, on every coordinate of axes of 2 to 4, also nested and strided, gives the whole's values."""
-    samples = [Sample((draw(shape, 1), draw(shape[len(shape) - dims :], 2), 1e-6)) for shape, dims in SHAPES]
+    samples = [
+        Sample((draw(shape, 1), draw(shape[len(shape) - dims :], 2), 1e-6))
+        for shape, dims in SHAPES
+    ]
     assert check_rule(OP, samples, mesh_shapes=[(2, 2), (2, 3)]) > 20
 
 
@@ -69,7 +79,8 @@ def whole(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Output and gradients on one device, by torch."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     y = F.rms_norm(x, weight.shape, weight, 1e-6)
-    return (y.detach(), *torch.autograd.grad(y, (x, weight), dy))
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    return y.detach(), dx, dweight
 
 
 def full(tensor: Tensor | None) -> Tensor:
@@ -92,7 +103,7 @@ def check_layout(
     scale = distribute_tensor(weight, mesh, everywhere).requires_grad_()
     y = rms_norm(given, scale)
     assert isinstance(y, DTensor)
-    y.backward(distribute_tensor(dy, mesh, y.placements))
+    torch.autograd.backward(y, distribute_tensor(dy, mesh, y.placements))
     expected, dx, dweight = whole(x, weight, dy)
     torch.testing.assert_close(full(y), expected)
     torch.testing.assert_close(full(start.grad), dx)
@@ -138,7 +149,7 @@ def test_outer_cuts_communicate_nothing() -> None:
     dy = distribute_tensor(draw((2, 8, 4), 3), mesh, [Shard(1)])
     with CommDebugMode() as comm, strict():
         y = rms_norm(x, weight)
-        y.backward(dy)
+        torch.autograd.backward(y, dy)
     assert isinstance(y, DTensor)
     assert y.placements == (Shard(1),)
     assert isinstance(x.grad, DTensor)
@@ -158,7 +169,7 @@ def test_dtypes_and_torchs_own_tensors_are_taken() -> None:
     assert isinstance(y, DTensor)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.full_tensor(), rms_norm(x, weight))
-    y.float().sum().backward()
+    torch.autograd.backward(y.float().sum())
     assert sharded.grad is not None
     assert sharded.grad.dtype == torch.bfloat16
     assert theirs.grad is not None
@@ -172,7 +183,9 @@ def test_a_wrong_shape_is_refused_from_whole_shapes() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     x = distribute_tensor(draw((2, 8), 1), mesh, [Shard(1)])
     weight = distribute_tensor(draw((2,), 2), mesh, [Replicate()])
-    with pytest.raises(KernelArgumentError, match=r"weight has shape \(2,\) and x has shape \(2, 8\)"):
+    with pytest.raises(
+        KernelArgumentError, match=r"weight has shape \(2,\) and x has shape \(2, 8\)"
+    ):
         rms_norm(x, weight)
 
 
@@ -186,7 +199,7 @@ def test_it_compiles_on_distributed_tensors() -> None:
     scale = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
     compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")
     y = compiled(given, scale)
-    y.backward(distribute_tensor(dy, mesh, [Shard(1)]))
+    torch.autograd.backward(y, distribute_tensor(dy, mesh, [Shard(1)]))
     expected, dx, dweight = whole(x, weight, dy)
     torch.testing.assert_close(full(y), expected)
     torch.testing.assert_close(full(given.grad), dx)

@@ -17,7 +17,15 @@ from hp_npu.errors import (
     NpuError,
     NpuUnavailableError,
 )
-from hp_npu.kernels import KERNELS, DeviceKernelRegistry, Gradient, KernelRegistry, KernelSpec, Policy, VendorOp
+from hp_npu.kernels import (
+    KERNELS,
+    DeviceKernelRegistry,
+    Gradient,
+    KernelRegistry,
+    KernelSpec,
+    Policy,
+    VendorOp,
+)
 from hp_npu.kernels.rms_norm import rms_norm
 from hp_npu.probe import NpuStatus, npu_status, require_npu
 

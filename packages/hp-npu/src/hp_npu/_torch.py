@@ -28,7 +28,8 @@ class Signature:
     """The schema itself."""
 
 
-@torch.compiler.assume_constant_result  # a lookup in C++, which a compiler can't trace
+# A lookup in C++, which a compiler can't trace; torch leaves the decorator untyped.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def signatures_of(name: str) -> tuple[Signature, ...]:
     """Return the schemas of all overloads of the operator *name*, such as ``npu::npu_rms_norm``; none if it is unknown.
 
@@ -39,7 +40,11 @@ def signatures_of(name: str) -> tuple[Signature, ...]:
 
 
 def _signature(schema: torch._C.FunctionSchema) -> Signature:
-    required = [place for place, argument in enumerate(schema.arguments) if not argument.has_default_value()]
+    required = [
+        place
+        for place, argument in enumerate(schema.arguments)
+        if not argument.has_default_value()
+    ]
     return Signature(
         arguments=tuple(str(argument.type) for argument in schema.arguments),
         required=required[-1] + 1 if required else 0,

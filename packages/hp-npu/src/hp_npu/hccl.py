@@ -134,7 +134,9 @@ def capability_of(device_name: str | None) -> Capability:
         >>> torch.float64 in capability_of("Ascend910B1").reduces[Collective.ALL_REDUCE]
         False
     """
-    return HCCL_ASCEND950 if device_name is not None and device_name.startswith("Ascend950") else HCCL
+    return (
+        HCCL_ASCEND950 if device_name is not None and device_name.startswith("Ascend950") else HCCL
+    )
 
 
 def capabilities() -> tuple[Capability, ...]:
@@ -164,7 +166,7 @@ class Route:
     wire: torch.dtype | None = None
     """The dtype that values are cast to before and from after; None for their own."""
     scale: bool = False
-    """Whether values are multiplied by a factor before, into a new tensor."""
+    """Whether values are multiplied by a factor before, by us and into a new tensor."""
     divide: bool = False
     """Whether the result is divided by the number of ranks afterwards."""
     gather: bool = False
@@ -226,16 +228,28 @@ def reduction_route(
         ('max', torch.int32)
     """
     if not collective.reduces:
-        raise ValueError(f"{collective.value} combines nothing, so there is no route for a reduction")
+        raise ValueError(
+            f"{collective.value} combines nothing, so there is no route for a reduction"
+        )
     taken = capability.reduces[collective]
     meaningless = _meaningless(dtype, reduction)
     if meaningless:
-        raise BackendError(f"{capability.name}: {collective.value} of {dtype} with {reduction.value}: {meaningless}")
+        raise BackendError(
+            f"{capability.name}: {collective.value} of {dtype} with {reduction.value}: {meaningless}"
+        )
     if dtype is torch.bool and reduction in _LOGICAL:
         return Route(_LOGICAL[reduction], wire=torch.int32)
     if dtype.is_complex:
-        route = reduction_route(collective, _COMPLEX[dtype], reduction, gather=gather, capability=capability)
-        return Route(route.reduction, as_real=True, scale=route.scale, divide=route.divide, gather=route.gather)
+        route = reduction_route(
+            collective, _COMPLEX[dtype], reduction, gather=gather, capability=capability
+        )
+        return Route(
+            route.reduction,
+            as_real=True,
+            scale=route.scale,
+            divide=route.divide,
+            gather=route.gather,
+        )
     wire = torch.int32 if dtype is torch.uint8 and reduction not in _BITWISE else None
     scale = reduction is Reduction.PREMUL_SUM
     divide = reduction is Reduction.AVG
@@ -295,7 +309,9 @@ def all_reduce(
         BackendError: as `reduction_route`.
         ValueError: if there is a *factor* without a PREMUL_SUM, or the other way round.
     """
-    route = reduction_route(Collective.ALL_REDUCE, tensor.dtype, reduction, gather=gather, capability=capability)
+    route = reduction_route(
+        Collective.ALL_REDUCE, tensor.dtype, reduction, gather=gather, capability=capability
+    )
     sent = _pack(tensor, route, reduction, factor)
     if route.gather:
         whole = collectives.all_gather(sent.unsqueeze(0), group)
@@ -341,8 +357,10 @@ def _op(route: Route) -> collectives.ReduceOp:
 
 def _pack(tensor: Tensor, route: Route, reduction: Reduction, factor: float | None) -> Tensor:
     if (factor is None) == (reduction is Reduction.PREMUL_SUM):
-        raise ValueError(f"factor is {factor} and the reduction is {reduction.value}; premul_sum has one, others none")
-    sent = tensor * factor if route.scale else tensor
+        raise ValueError(
+            f"factor is {factor} and the reduction is {reduction.value}; premul_sum has one, others none"
+        )
+    sent = tensor if factor is None else tensor * factor
     sent = torch.view_as_real(sent.resolve_conj()) if route.as_real else sent
     return (sent if route.wire is None else sent.to(route.wire)).contiguous()
 

@@ -4,19 +4,24 @@ The rule: the operator exists once in a process and runs on every device. Which 
 for every call, below autograd, so that a compiled graph or a distributed tensor holds one operator of ours and never a
 vendor's.
 
+An operator without a gradient raises when it is differentiated; torch itself would only warn, and give no gradient.
+
 Not taken: `torch.library.custom_op`. It checks on every call that results share no memory with arguments, which costs
 more than the rest of the call; tests check it instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 import torch
 from hp_dtensor import register_rule
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.function import FunctionCtx
 
-from hp_npu.kernels.protocol import KernelSpec
+from hp_npu.kernels.protocol import Gradient, KernelSpec
 from hp_npu.kernels.registry import DeviceKernelRegistry
 
 __all__ = ["define"]
@@ -42,10 +47,24 @@ def define(spec: KernelSpec[P, R], registry: DeviceKernelRegistry) -> OpOverload
     torch.library.define(name, spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "CompositeExplicitAutograd", run)
     torch.library.register_fake(name, spec.fake)
-    if spec.gradient is not None:
-        torch.library.register_autograd(
-            name, spec.gradient.backward, setup_context=spec.gradient.setup_context
-        )
+    gradient = spec.gradient or Gradient(_save_nothing, _refuse(spec.name))
+    torch.library.register_autograd(name, gradient.backward, setup_context=gradient.setup_context)
     op = cast("OpOverload", getattr(torch.ops.hp, spec.name).default)
     register_rule(op, spec.rule)
     return op
+
+
+def _save_nothing(
+    ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]
+) -> None:
+    """Keep nothing: there is no backward."""
+
+
+def _refuse(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    def backward(_ctx: FunctionCtx, *_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(
+            f"{name} has no derivative. Where one is needed, write the computation in plain torch, "
+            "for example with torch.nn.functional"
+        )
+
+    return backward

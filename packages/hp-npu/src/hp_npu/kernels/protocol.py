@@ -54,7 +54,9 @@ class VendorOp:
         """Return why the operator of this process can't be called as we call it, or None."""
         found = signatures_of(self.name)
         if not found:
-            return f"this process has no operator {self.name} (torch_npu has it since {self.since})"
+            return (
+                f"this process has no operator {self.name} (torch_npu has it since {self.since})"
+            )
         count = len(self.arguments)
         for signature in found:
             if (
@@ -110,7 +112,9 @@ class KernelRegistry(Protocol):
         """Add a kernel and give it back."""
         ...
 
-    def resolve(self, spec: KernelSpec[P, R], policy: Policy, /, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+    def resolve(
+        self, spec: KernelSpec[P, R], policy: Policy, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[P, R]:
         """Give what runs the call: the vendor's operator or the reference."""
         ...
 

@@ -66,11 +66,15 @@ class DeviceKernelRegistry(Mapping[str, KernelSpec[..., object]]):
             ValueError: if there is a kernel of that name.
         """
         if spec.name in self._specs:
-            raise ValueError(f"there is a kernel {spec.name!r} already; registered are {', '.join(self._specs)}")
+            raise ValueError(
+                f"there is a kernel {spec.name!r} already; registered are {', '.join(self._specs)}"
+            )
         self._specs[spec.name] = cast("KernelSpec[..., object]", spec)
         return spec
 
-    def resolve(self, spec: KernelSpec[P, R], policy: Policy, /, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+    def resolve(
+        self, spec: KernelSpec[P, R], policy: Policy, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[P, R]:
         """Give what runs this call of *spec*: the vendor's operator or the reference.
 
         Args:
@@ -110,7 +114,7 @@ class DeviceKernelRegistry(Mapping[str, KernelSpec[..., object]]):
         reason = self._reason(spec, *args)
         if reason is None:
             return f"{name} runs {spec.vendor.name}"
-        return _sentence(name, reason)
+        return str(_sentence(name, reason))
 
     def _reason(self, spec: KernelSpec[P, R], *args: P.args, **kwargs: P.kwargs) -> str | None:
         """Why the vendor's operator can't take the call, or None."""
@@ -134,16 +138,17 @@ _warned: set[tuple[str, str]] = set()
 
 
 # Neither can be traced, and both are for the reader: a compiler does them once, while it traces.
+# Torch leaves the decorator untyped.
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _sentence(name: str, reason: str) -> str:
     status = npu_status()
     hint = "" if status.ready else f". {status}"
     return f"{name} runs its reference: {reason}{hint}"
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_once(name: str, reason: str) -> None:
     if (name, reason) not in _warned:
         _warned.add((name, reason))

@@ -39,7 +39,11 @@ VENDOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 VENDOR_DIMS = 8
 
 # What the vendor's documentation promises beside exact 32-bit arithmetic: a rounding of the result.
-TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (1e-2, 1e-2), torch.float32: (1e-4, 1e-5)}
+TOLERANCE = {
+    torch.float16: (1e-3, 1e-3),
+    torch.bfloat16: (1e-2, 1e-2),
+    torch.float32: (1e-4, 1e-5),
+}
 
 
 # --- arguments ----------------------------------------------------------------------------------
@@ -58,7 +62,10 @@ def _check(x: Tensor, weight: Tensor) -> None:
             )
     shape, given = tuple(x.shape), tuple(weight.shape)
     if not given or shape[len(shape) - len(given) :] != given or len(given) > len(shape):
-        legal = ", ".join(str(shape[start:]) for start in range(len(shape))) or "none, since x has no dims"
+        legal = (
+            ", ".join(str(shape[start:]) for start in range(len(shape)))
+            or "none, since x has no dims"
+        )
         raise KernelArgumentError(
             f"rms_norm: weight has shape {given} and x has shape {shape}; the weight's shape must be that of x's last "
             f"dims, which are normalised: one of {legal}"
@@ -90,7 +97,9 @@ def _reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001  # the operator's signature
     _check(x, weight)
     outer = x.dim() - weight.dim()
-    return x.new_empty(x.shape), x.new_empty((*x.shape[:outer], *[1] * weight.dim()), dtype=_accumulation(x))
+    return x.new_empty(x.shape), x.new_empty(
+        (*x.shape[:outer], *[1] * weight.dim()), dtype=_accumulation(x)
+    )
 
 
 def _constraint(x: Tensor, weight: Tensor, eps: float) -> str | None:  # noqa: ARG001  # the operator's signature
@@ -114,7 +123,9 @@ def _rule(call: OpCall) -> Iterator[Strategy]:
         yield Strategy(outputs=(cut, cut), inputs=(cut, REPLICATE))
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(
+    ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, ...]
+) -> None:
     x, weight = cast("tuple[Tensor, Tensor]", inputs[:2])
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
@@ -125,7 +136,9 @@ def _setup_context(ctx: FunctionCtx, inputs: tuple[object, ...], output: tuple[T
 # --- backward -----------------------------------------------------------------------------------
 
 
-def _reference_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _reference_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     dtype = _accumulation(x, weight)
     unit = x.to(dtype) * rstd
     dy = dy.to(dtype)
@@ -144,7 +157,9 @@ def _constraint_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) ->
     return _constraint(x, weight, 0.0)
 
 
-def _call_vendor_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def _call_vendor_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     dx, dweight = torch.ops.npu.npu_rms_norm_backward(dy.to(x.dtype), x, weight, rstd)
     return dx, dweight.to(weight.dtype)
 
@@ -156,7 +171,9 @@ def _rule_backward(call: OpCall) -> Iterator[Strategy]:
         yield Strategy(outputs=(cut, total), inputs=(cut, cut, REPLICATE, cut))
 
 
-def _backward(ctx: FunctionCtx, dy: Tensor | None, _drstd: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: FunctionCtx, dy: Tensor | None, _drstd: Tensor | None
+) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None
     x, weight, rstd = ctx.saved_tensors  # type: ignore[attr-defined]  # torch leaves it out of its stub
@@ -173,7 +190,10 @@ RMS_NORM_BACKWARD = KernelSpec(
     reference=_reference_backward,
     fake=_fake_backward,
     vendor=VendorOp(
-        "npu::npu_rms_norm_backward", ("Tensor", "Tensor", "Tensor", "Tensor"), results=2, since="2.1.0"
+        "npu::npu_rms_norm_backward",
+        ("Tensor", "Tensor", "Tensor", "Tensor"),
+        results=2,
+        since="2.1.0",
     ),
     call_vendor=_call_vendor_backward,
     constraint=_constraint_backward,
@@ -200,7 +220,9 @@ _rms_norm_backward = define(RMS_NORM_BACKWARD, KERNELS)
 _rms_norm = define(RMS_NORM, KERNELS)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, policy: Policy = "fallback") -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, policy: Policy = "fallback"
+) -> Tensor:
     """Return ``x * rsqrt(mean(x², last dims) + eps) * weight``.
 
     The dims that *weight* has are normalised: a weight of shape ``(hidden,)`` normalises the last. Arithmetic is in 32
