@@ -55,7 +55,7 @@ AxisKey: TypeAlias = int | str
 class _Family:
     """What a root and the meshes derived from it share."""
 
-    __slots__ = ("derived", "fixed_rank", "given", "ranks", "root", "with_groups")
+    __slots__ = ("configs", "derived", "fixed_rank", "given", "ranks", "root", "with_groups")
 
     def __init__(self, ranks: RankMap, fixed_rank: int | None, *, with_groups: bool) -> None:
         self.ranks = ranks
@@ -64,6 +64,7 @@ class _Family:
         self.root: DeviceMesh
         self.derived: dict[tuple[object, ...], DeviceMesh] = {}
         self.given: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.configs: dict[Axis, GroupConfig] = {}
 
     def rank(self) -> int:
         """Return the rank whose coordinates the meshes tell."""
@@ -181,6 +182,8 @@ class DeviceMesh(_torch.TorchMesh):
         self._groups: dict[int, dist.ProcessGroup] = {}
         if root is None:
             family.root = self
+        for axis, config in zip(mesh_axes, configs, strict=True):
+            family.configs.setdefault(axis, config)
         _alive[id(self)] = self
 
     # What the mesh is. Kept in the instance's dictionary after the first look, where torch.compile reads.
@@ -695,12 +698,12 @@ class DeviceMesh(_torch.TorchMesh):
     def _name_axis(self, name: str, axis: Axis) -> None:
         """Make *axis* known to this root by *name*, as `flatten` does."""
         self._flatten_mapping[name] = self._derive(
-            (axis,), (name,), (self._config_of(axis) or GroupConfig(),)
+            (axis,), (name,), (self._config_of(axis),)
         )
 
-    def _config_of(self, axis: Axis) -> GroupConfig | None:
-        """Return how the groups of *axis* are made, if it is one of ours."""
-        return self._configs[self._axes.index(axis)] if axis in self._axes else None
+    def _config_of(self, axis: Axis) -> GroupConfig:
+        """Return how the groups of *axis* are made, as the family first heard of it."""
+        return self._family.configs.get(axis, GroupConfig())
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh of the named axes that this rank is in: the same object each time.
@@ -1101,10 +1104,11 @@ class DeviceMesh(_torch.TorchMesh):
             result = _adopt_root(mesh)
         else:
             ours = DeviceMesh.from_torch(root)
-            result = ours._derive(
-                _read_axes(mesh), mesh.mesh_dim_names, (GroupConfig(),) * mesh.ndim
-            )
-        _take_groups(result, mesh)
+            mesh_axes = _read_axes(mesh)
+            configs = tuple(ours._config_of(axis) for axis in mesh_axes)
+            result = ours._derive(mesh_axes, mesh.mesh_dim_names, configs)
+        if not isinstance(root, DeviceMesh):
+            _take_groups(result, mesh)
         _torch.set_twin(mesh, result)
         return result
 

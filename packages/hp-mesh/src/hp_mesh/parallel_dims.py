@@ -31,7 +31,6 @@ import torch.distributed as dist
 from . import axes
 from .axes import Axis
 from .errors import ParallelDimsError
-from .groups import GroupConfig
 from .mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
@@ -568,7 +567,7 @@ class ParallelDims:
         return root._derive(
             tuple(known[name] for name in names),
             names,
-            tuple(root._config_of(known[name]) or GroupConfig() for name in names),
+            tuple(root._config_of(known[name]) for name in names),
         )
 
     def _device_type(self) -> str:
