@@ -51,4 +51,4 @@ assert_type(clip_grad_norm_(linear.parameters(), 1.0), Tensor)
 Shard("dp")  # type: ignore[arg-type]
 distribute_tensor(whole, mesh, [0, 1])  # type: ignore[arg-type]
 distribute_tensor(whole, "cpu", [Shard(0)])  # type: ignore[arg-type]
-x.redistribute(mesh, [Shard(0), Replicate()], "async")  # type: ignore[call-arg]
+x.redistribute(mesh, [Shard(0), Replicate()], async_op="yes")  # type: ignore[arg-type]
