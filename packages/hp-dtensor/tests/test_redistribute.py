@@ -13,8 +13,16 @@ from hp_dtensor.redistribute import redistribute_tensor
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _R = Replicate()
@@ -138,7 +146,8 @@ def _combined_along(addend: Tensor, mesh: DeviceMesh, target: Placements) -> Ten
     reduction["all"] = dist.ReduceOp.MIN
     if dtype == torch.bool:
         op = "max" if op == "sum" else op
-    value = addend.to(torch.complex128 if dtype.is_complex else torch.float64)
+    value = (addend != 0) if op == "all" else addend.clone()
+    value = value.to(torch.complex128 if dtype.is_complex else torch.float64)
     for axis in _partial_axes(target):
         if mesh.shape[axis] > 1:
             dist.all_reduce(
@@ -441,3 +450,72 @@ def test_a_large_value_survives_a_cast_back_and_forth() -> None:
         there = redistribute_tensor(local, mesh, (7, 9), source, target)
         back = redistribute_tensor(there, mesh, (7, 9), target, source)
         assert torch.equal(back, local)
+
+
+@spmd(world_size=4)
+def test_shard_to_shard_holds_at_most_two_shards_beside_the_source() -> None:
+    """Everything that is alive after any operator, views counted once."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    pairs: list[tuple[Placements, Placements]] = [
+        ((Shard(0), Shard(1)), (Shard(1), Shard(0))),
+        ((Shard(0), Shard(0)), (Shard(1), Shard(1))),
+        ((Shard(0), _R), (Shard(1), _R)),
+        ((Shard(1), _R), (Shard(2), _R)),
+        ((StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(0))),
+    ]
+    where = mesh.get_coordinate()
+    assert where is not None
+    for (source, target), shape in itertools.product(pairs, [(16, 16, 16), (10, 10, 10)]):
+        local = _shard(torch.ones(shape), source, (2, 2), tuple(where))
+        got = redistribute_tensor(local, mesh, shape, source, target)
+        with _Memory() as memory:
+            redistribute_tensor(local, mesh, shape, source, target)
+        largest = max(local.nbytes, got.nbytes)
+        assert got.nbytes <= memory.peak <= 2 * largest, (source, target)
+
+
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
+    """The most bytes of new storage that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            storage = out.untyped_storage()
+            if storage._cdata not in given:
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        for key in [k for k, (alive, _) in self._alive.items() if alive.expired()]:  # type: ignore[no-untyped-call]
+            del self._alive[key]
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        return out
+
+
+@spmd(world_size=2)
+def test_addends_of_a_masked_lookup_are_masked_before_they_are_reduced() -> None:
+    """Torch's own vocabulary-sharded embedding, its result moved by us, against the lookup on one device."""
+    weight = torch.arange(12.0).reshape(6, 2) + 1
+    tokens = torch.tensor([[0, 5, 3], [2, 1, 4]])
+    mesh = init_device_mesh("cpu", (2,))
+    torch_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(weight, torch_mesh, [Shard(0)])
+    ids = distribute_tensor(tokens, torch_mesh, [_R])
+    looked_up = torch.nn.functional.embedding(ids, rows)
+    assert isinstance(looked_up, DTensor)
+    local, source = looked_up.to_local().clone(), looked_up.placements
+    assert type(source[0]) is not Partial
+    assert source[0].is_partial()
+    for target in (_R, Shard(0), Shard(2)):
+        got = redistribute_tensor(local, mesh, (2, 3, 2), tuple(source), (target,))
+        want = _shard(weight[tokens], (target,), (2,), (dist.get_rank(),))
+        assert torch.equal(got, want)

@@ -22,9 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # what FSDP2 over TP produces; our public name for it is StridedShard
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten  # torch.utils.pytree is not public in 2.12
 from torch.utils._python_dispatch import (  # metadata runs must not be recorded by a tracer that is at work
     _disable_current_modes as disable_current_modes,
+)
+from torch.utils._pytree import (  # torch.utils.pytree is not public in 2.12
+    tree_flatten,
+    tree_unflatten,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ __all__ = [
     "disabled_torch_function",
     "functional_twin",
     "group_size",
+    "mask_of",
     "new_dtensor",
     "tree_flatten",
     "tree_unflatten",
@@ -61,7 +65,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 
 def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
     """Torch's Python decomposition of *op* into simpler operators, or None; the table is public only in parts."""
-    from torch._decomp import decomposition_table  # heavy, and wanted only for operators without a rule
+    from torch._decomp import (
+        decomposition_table,  # heavy, and wanted only for operators without a rule
+    )
 
     return cast("Callable[..., object] | None", decomposition_table.get(op))
 
@@ -105,3 +111,10 @@ def group_size(args: Sequence[object]) -> int:
             except (LookupError, RuntimeError, ValueError):
                 continue
     return 1
+
+
+def mask_of(placement: Placement) -> Tensor | None:
+    """Which rows a MaskPartial addend does not own; None for other placements. Only the placement's buffer knows."""
+    if isinstance(placement, MaskPartial):
+        return placement.mask_buffer.data
+    return None

@@ -22,8 +22,8 @@ from hp_mesh import collectives
 from hp_mesh.groups import GroupConfig, registry
 from torch import Tensor
 
-from hp_dtensor import shards
-from hp_dtensor.placements import Placement, shard_dim
+from hp_dtensor import _torch, shards
+from hp_dtensor.placements import Partial, Placement, shard_dim
 from hp_dtensor.plan import Step, common, make_plan
 from hp_dtensor.shards import Box, Intervals
 
@@ -88,11 +88,35 @@ def redistribute_tensor(
             async_op=async_op,
         )
     if run is None:
+        masks = [_torch.mask_of(placement) for placement in source]
+        if any(mask is not None for mask in masks):
+            return _redistribute_masked(local, mesh, shape, source, target, masks)
         run = _compile(mesh, tuple(shape), tuple(source), tuple(target))
         if len(_runners) >= _MOST_RUNNERS:
             _runners.clear()
         _runners[key] = run
     return run(local, async_op)
+
+
+def _redistribute_masked(
+    local: Tensor,
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    masks: Sequence[Tensor | None],
+) -> Tensor:
+    """What torch's vocabulary-sharded lookup left: rows that are not this rank's hold rubbish, and a mask says which.
+
+    The mask is data of one call, so nothing of this is remembered.
+    """
+    for mask in masks:
+        if mask is not None:
+            local = local.masked_fill(
+                mask.reshape(*mask.shape, *([1] * (local.ndim - mask.ndim))), 0
+            )
+    plain = tuple(Partial(p.reduce_op) if isinstance(p, Partial) else p for p in source)
+    return redistribute_tensor(local, mesh, shape, plain, target)
 
 
 # --- from plan to closures ----------------------------------------------------------------------------------------------
@@ -283,11 +307,18 @@ def _all_gather(site: _Site) -> Run:
     def run(local: Tensor, async_op: bool) -> Tensor:
         return collectives.all_gather(local, group, async_op=async_op)
 
+    before, rest = _around(sizes[0], dim)
+
     def run_inner(local: Tensor, async_op: bool) -> Tensor:
         got = collectives.all_gather(local, group, async_op=async_op)
-        return got.view(len(sizes), *sizes[0]).movedim(0, dim).reshape(whole)
+        return got.view(len(sizes), before, rest).transpose(0, 1).reshape(whole)
 
     return run_inner if dim else run
+
+
+def _around(size: tuple[int, ...], dim: int) -> tuple[int, int]:
+    """How many entries lie before *dim*, and in *dim* and after it: a piece as a matrix."""
+    return math.prod(size[:dim]), math.prod(size[dim:])
 
 
 def _all_gather_padded(
@@ -315,25 +346,28 @@ def _all_gather_padded(
 def _all_to_all(site: _Site) -> Run:
     group = site.group()
     peers = site.peers()
-    mine = peers.index(site.where)
     sent = [_overlap(site.before(), site.after(there)) for there in peers]
     received = [_overlap(site.before(there), site.after()) for there in peers]
     out_ranges = [_ranges(site.before(), box) for box in sent]
     in_ranges = [_ranges(site.after(), box) for box in received]
     out_sizes = [_sizes(box) for box in sent]
     in_sizes = [_sizes(box) for box in received]
+    whole = _sizes(site.after())
+    cut = _only_dim(out_ranges, out_sizes, _sizes(site.before()))
+    joined = _only_dim(in_ranges, in_sizes, whole)
+    if cut is not None and joined is not None and _is_even(site):
+        return _all_to_all_even(group, len(peers), out_sizes[0], cut, joined, whole)
+    mine = peers.index(site.where)
     out_splits = [0 if i == mine else math.prod(size) for i, size in enumerate(out_sizes)]
     in_splits = [0 if i == mine else math.prod(size) for i, size in enumerate(in_sizes)]
+    total = sum(out_splits)
     keeps = math.prod(in_sizes[mine]) > 0
-    whole = _sizes(site.after())
 
     def pack(local: Tensor) -> Tensor:
-        buffer = local.new_empty(sum(out_splits))
-        start = 0
-        for i, numel in enumerate(out_splits):
-            if numel:
-                buffer[start : start + numel].view(out_sizes[i]).copy_(_take(local, out_ranges[i]))
-                start += numel
+        buffer = local.new_empty(total)
+        for i, part in enumerate(torch.split(buffer, out_splits)):
+            if out_splits[i]:
+                part.view(out_sizes[i]).copy_(_take(local, out_ranges[i]))
         return buffer
 
     def run(local: Tensor, async_op: bool) -> Tensor:
@@ -342,12 +376,46 @@ def _all_to_all(site: _Site) -> Run:
         out = local.new_empty(whole)
         if keeps:
             _put(out, _take(local, out_ranges[mine]), in_ranges[mine])
-        start = 0
-        for i, numel in enumerate(in_splits):
-            if numel:
-                _put(out, got[start : start + numel].view(in_sizes[i]), in_ranges[i])
-                start += numel
+        for i, part in enumerate(torch.split(got, in_splits)):
+            if in_splits[i]:
+                _put(out, part.view(in_sizes[i]), in_ranges[i])
         return out
+
+    return run
+
+
+def _is_even(site: _Site) -> bool:
+    """Whether every rank of the group sends and receives pieces of one size, so that all of them take the short way."""
+    peers = site.peers()
+    return (
+        len({_sizes(_overlap(site.before(a), site.after(b))) for a in peers for b in peers}) == 1
+    )
+
+
+def _all_to_all_even(
+    group: ProcessGroup,
+    ranks: int,
+    piece: tuple[int, ...],
+    cut: int,
+    joined: int,
+    whole: tuple[int, ...],
+) -> Run:
+    """Equal pieces, cut along one dim and joined along another: two copies, whatever the number of ranks.
+
+    A rank's piece for itself travels along in the buffers, which saves a third copy; it does not go over the wire.
+    """
+    cut_before, cut_rest = _around(piece, cut)
+    joined_before, joined_rest = _around(piece, joined)
+    splits = [math.prod(piece)] * ranks
+
+    def pack(local: Tensor) -> Tensor:
+        return local.reshape(cut_before, ranks, cut_rest).transpose(0, 1).reshape(-1)
+
+    def run(local: Tensor, async_op: bool) -> Tensor:
+        got = collectives.all_to_all(pack(local), splits, splits, group, async_op=async_op)
+        if joined_before == 1:
+            return got.view(whole)
+        return got.view(ranks, joined_before, joined_rest).transpose(0, 1).reshape(whole)
 
     return run
 
@@ -366,9 +434,10 @@ def _reduce_scatter(site: _Site) -> Run:
     def run(local: Tensor, async_op: bool) -> Tensor:
         return leave(collectives.reduce_scatter(enter(local), op, group, async_op=async_op), local)
 
+    before, rest = _around(mine, dim or 0)
+
     def run_inner(local: Tensor, async_op: bool) -> Tensor:
-        assert dim is not None
-        moved = enter(local).reshape(*whole[:dim], len(sizes), *mine[dim:]).movedim(dim, 0)
+        moved = enter(local).reshape(before, len(sizes), rest).transpose(0, 1)
         got = collectives.reduce_scatter(moved, op, group, async_op=async_op)
         return leave(got.view(mine), local)
 
