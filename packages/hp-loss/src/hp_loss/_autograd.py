@@ -55,11 +55,15 @@ class _TokenLoss(torch.autograd.Function):
         log_sum = merged[:, EXP_SUM].log()
         ctx.has_background = background is not None
         ctx.kernel, ctx.inplace = kernel, inplace
-        ctx.save_for_backward(logits, column, mass, merged, *(() if background is None else (background,)))
+        ctx.save_for_backward(
+            logits, column, mass, merged, *(() if background is None else (background,))
+        )
         return merged[:, MASS] * log_sum - merged[:, DOT], merged[:, MAXIMUM] + log_sum
 
     @staticmethod
-    def backward(ctx: _Context, loss_grad: Tensor, logsumexp_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _Context, loss_grad: Tensor, logsumexp_grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         logits, column, mass, merged = ctx.saved_tensors[:4]
         background = ctx.saved_tensors[4] if ctx.has_background else None

@@ -66,7 +66,11 @@ def fsdp_flags(module: FSDPModule) -> FsdpFlags:
     FSDP2 has setters (`set_reshard_after_forward`, `set_requires_gradient_sync`, ...) and no getters, so what was set
     can be put back only from its state: `_get_fsdp_state()`, the state's `_fsdp_param_groups` and `_state_ctx`.
     """
-    inner = [m._get_fsdp_state() for m in cast("nn.Module", module).modules() if isinstance(m, FSDPModule)]
+    inner = [
+        m._get_fsdp_state()
+        for m in cast("nn.Module", module).modules()
+        if isinstance(m, FSDPModule)
+    ]
     groups = tuple(
         _GroupFlags(
             group,

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TypeAlias, cast
 
 import torch
-from hp_dtensor import DTensor, to_local
+from hp_dtensor import to_local
 from hp_dtensor.placements import shard_dim
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_loss._torch import assert_async, fsdp_flags
 from hp_loss.errors import LossLayoutError, LossOptionError, TargetError
+from hp_loss.layout import wrap_local
 
 __all__ = ["ChunkedLoss", "GradAccumulator"]
 
@@ -71,7 +72,9 @@ class ChunkedLoss:
     ) -> None:
         if num_chunks < 1:
             raise LossOptionError(
-                f"num_chunks is {num_chunks}: it must be 1 or more", option="num_chunks", value=num_chunks
+                f"num_chunks is {num_chunks}: it must be 1 or more",
+                option="num_chunks",
+                value=num_chunks,
             )
         self.loss_fn = loss_fn
         self.num_chunks = num_chunks
@@ -107,10 +110,14 @@ class ChunkedLoss:
         head = self._lm_head
         if head is None:
             raise LossOptionError(
-                "ChunkedLoss has no head: pass lm_head=, or call set_lm_head", option="lm_head", value=None
+                "ChunkedLoss has no head: pass lm_head=, or call set_lm_head",
+                option="lm_head",
+                value=None,
             )
         dim = self.seq_dim % hidden.dim()
-        chunks = [_split(tensor, self.num_chunks, dim) for tensor in (hidden.detach(), labels, *more)]
+        chunks = [
+            _split(tensor, self.num_chunks, dim) for tensor in (hidden.detach(), labels, *more)
+        ]
         _refuse_lengths(chunks, dim)
         differentiate = torch.is_grad_enabled() and (
             hidden.requires_grad or any(parameter.requires_grad for parameter in head.parameters())
@@ -164,11 +171,18 @@ class GradAccumulator:
     """
 
     def __init__(
-        self, reference: Tensor, *, num_chunks: int, seq_dim: int = 0, dtype: torch.dtype | None = None
+        self,
+        reference: Tensor,
+        *,
+        num_chunks: int,
+        seq_dim: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         local = _local(reference)
         self._reference = reference
-        self._buffer = torch.empty_like(local, dtype=dtype or local.dtype, memory_format=torch.contiguous_format)
+        self._buffer = torch.empty_like(
+            local, dtype=dtype or local.dtype, memory_format=torch.contiguous_format
+        )
         self._dim = seq_dim % reference.dim()
         self._num_chunks = num_chunks
         self._added = 0
@@ -183,7 +197,9 @@ class GradAccumulator:
                 or if it lies on the ranks in another way than the first.
         """
         if self._added == self._num_chunks:
-            raise LossLayoutError(f"GradAccumulator got a chunk after all {self._num_chunks} of them")
+            raise LossLayoutError(
+                f"GradAccumulator got a chunk after all {self._num_chunks} of them"
+            )
         if self._first is None:
             self._first = grad.detach()
         self._refuse_unlike(self._first, grad)
@@ -214,25 +230,25 @@ class GradAccumulator:
             )
         if not isinstance(first, TorchDTensor):
             return self._buffer
-        shape, stride = self._reference.shape, self._reference.stride()
-        return DTensor.from_local(
-            self._buffer, first.device_mesh, first.placements, run_check=False, shape=shape, stride=stride
-        )
+        return wrap_local(self._buffer, first.device_mesh, first.placements, self._reference.shape)
 
     def _refuse_unlike(self, first: Tensor, grad: Tensor) -> None:
         if isinstance(first, TorchDTensor) != isinstance(grad, TorchDTensor):
-            raise LossLayoutError("GradAccumulator got DTensors and plain tensors: the chunks' gradients must be one kind")
-        if isinstance(first, TorchDTensor) and isinstance(grad, TorchDTensor):
-            if first.placements != grad.placements or first.device_mesh != grad.device_mesh:
-                raise LossLayoutError(
-                    f"chunk {self._added} has a gradient with the placements {grad.placements}, and the first chunk's were "
-                    f"{first.placements}: they must be equal",
-                    placements=str(grad.placements),
-                )
+            raise LossLayoutError(
+                "GradAccumulator got DTensors and plain tensors: the chunks' gradients must be one kind"
+            )
+        if not isinstance(first, TorchDTensor) or not isinstance(grad, TorchDTensor):
+            return
+        if first.placements != grad.placements or first.device_mesh != grad.device_mesh:
+            raise LossLayoutError(
+                f"chunk {self._added} has a gradient with the placements {grad.placements}, and the first chunk's were "
+                f"{first.placements}: they must be equal",
+                placements=str(grad.placements),
+            )
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, TorchDTensor) else tensor
+    return to_local(tensor.detach())
 
 
 def _split(tensor: Tensor, num_chunks: int, dim: int) -> Sequence[Tensor]:
@@ -253,9 +269,7 @@ def _split(tensor: Tensor, num_chunks: int, dim: int) -> Sequence[Tensor]:
             placements=str(placements),
         )
     return [
-        DTensor.from_local(
-            part.contiguous(), mesh, placements, run_check=False, shape=_chunk_shape(tensor, part, dim, ranks)
-        )
+        wrap_local(part.contiguous(), mesh, placements, _chunk_shape(tensor, part, dim, ranks))
         for part in local.tensor_split(num_chunks, dim)
     ]
 
@@ -285,7 +299,7 @@ def _merge(metrics: Metrics, found: Mapping[str, Tensor]) -> None:
         if kind not in _SUMMED and kind not in _COMPARED:
             raise LossOptionError(
                 f"the metric {name!r} doesn't say how those of several chunks become one: end its name in "
-                f"{', '.join(('/' + end for end in (*_SUMMED, *_COMPARED)))}",
+                f"{', '.join('/' + end for end in (*_SUMMED, *_COMPARED))}",
                 option="metrics",
                 value=name,
             )
@@ -332,7 +346,7 @@ class _Inject(torch.autograd.Function):
     """The loss, whose backward gives the hidden states the gradient that is already there."""
 
     @staticmethod
-    def forward(ctx: _Context, hidden: Tensor, grad: Tensor, total: Tensor) -> Tensor:
+    def forward(ctx: _Context, hidden: Tensor, grad: Tensor, total: Tensor) -> Tensor:  # noqa: ARG004  # hidden gets the gradient
         ctx.save_for_backward(grad)
         return total.view_as(total)
 

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from hp_dtensor import Replicate
 from torch import Tensor
@@ -74,9 +75,15 @@ def loss_parallel(*, mesh: DeviceMesh | None = None, strict: bool = True) -> Ite
         False
     """
     outer = _state.get()
-    token = _state.set(_State(mesh, strict, 1 if outer is None else outer.depth + 1))
+    state = _State(mesh, strict, 1 if outer is None else outer.depth + 1)
+    if torch.compiler.is_compiling():
+        # A graph can't set context variables. Nothing interleaves within one, so there the mode may hold the state.
+        with _CrossEntropyMode(state):
+            yield
+        return
+    token = _state.set(state)
     try:
-        with _CrossEntropyMode():
+        with _CrossEntropyMode(None):
             yield
     finally:
         _state.reset(token)
@@ -107,9 +114,17 @@ def get_loss_parallel_count() -> int:
 
 
 class _CrossEntropyMode(TorchFunctionMode):
-    """Answers `cross_entropy` of DTensors; it has no state of its own."""
+    """Answers `cross_entropy` of DTensors.
 
-    def __torch_function__(  # noqa: PLW3201  # torch's protocol
+    Args:
+        state: what the context says, inside a graph; None to read the context variable at each call.
+    """
+
+    def __init__(self, state: _State | None) -> None:
+        super().__init__()
+        self._hp_state = state
+
+    def __torch_function__(
         self,
         func: Callable[..., object],
         types: Sequence[type],
@@ -118,7 +133,7 @@ class _CrossEntropyMode(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
-            state = _state.get()
+            state = _state.get() if self._hp_state is None else self._hp_state
             logits = args[0] if args else kwargs.get("input")
             if state is not None and isinstance(logits, TorchDTensor):
                 return _cross_entropy(state, *args, **kwargs)  # type: ignore[arg-type]  # what the caller gave torch
@@ -153,15 +168,21 @@ def _checked(state: _State, logits: TorchDTensor, target: Tensor) -> TorchDTenso
         )
     placements = tuple(logits.placements)
     if not state.strict and any(placement.is_partial() for placement in placements):
-        fixed = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+        fixed = tuple(
+            Replicate() if placement.is_partial() else placement for placement in placements
+        )
         warnings.warn(
             f"loss_parallel(strict=False) reduces logits with the placements {placements} to {fixed}: {logits.numel()} "
             "elements are summed over the ranks before the loss",
             stacklevel=2,
         )
-        return cast("TorchDTensor", logits.redistribute(placements=fixed))
+        return logits.redistribute(placements=fixed)
     layout = layout_of(logits, class_dim_of_dtensor(logits, target, None))
-    if state.strict and not layout.vocabulary.groups and not _may_be_whole(logits, layout.class_dim):
+    if (
+        state.strict
+        and not layout.vocabulary.groups
+        and not _may_be_whole(logits, layout.class_dim)
+    ):
         raise LossLayoutError(
             f"cross_entropy got logits with the placements {placements} inside loss_parallel(): no mesh axis shards "
             f"dimension {layout.class_dim}, that of the classes. Shard the head (ColwiseParallel with "
@@ -190,9 +211,7 @@ def _is_of(mesh: DeviceMesh, wanted: DeviceMesh) -> bool:
     names, wanted_names = mesh.mesh_dim_names, wanted.mesh_dim_names
     if not names or not wanted_names or not set(wanted_names) <= set(names):
         return False
-    return all(
-        mesh[name].mesh.tolist() == wanted[name].mesh.tolist() for name in wanted_names
-    )
+    return all(mesh[name].mesh.tolist() == wanted[name].mesh.tolist() for name in wanted_names)
 
 
 def _reduction_of_flags(size_average: bool | None, reduce: bool | None) -> Reduction:
@@ -202,6 +221,8 @@ def _reduction_of_flags(size_average: bool | None, reduce: bool | None) -> Reduc
     else:
         found = "sum" if size_average is False else "mean"
     warnings.warn(
-        f"size_average and reduce are deprecated: use reduction={found!r} instead", FutureWarning, stacklevel=2
+        f"size_average and reduce are deprecated: use reduction={found!r} instead",
+        FutureWarning,
+        stacklevel=2,
     )
     return found

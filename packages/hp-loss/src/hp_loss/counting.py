@@ -54,13 +54,17 @@ def count_valid_tokens(
         raise LossLayoutError("count_valid_tokens got mesh= and group=: give one of them")
     batches = [labels] if isinstance(labels, Tensor) else list(labels)
     if not batches:
-        raise LossLayoutError("count_valid_tokens got no labels: give those of at least one micro-batch")
+        raise LossLayoutError(
+            "count_valid_tokens got no labels: give those of at least one micro-batch"
+        )
     distributed = [batch for batch in batches if isinstance(batch, TorchDTensor)]
     if distributed and len(distributed) < len(batches):
         raise LossLayoutError("count_valid_tokens got DTensors and plain tensors: give one kind")
     if distributed:
         if mesh is not None or group is not None:
-            raise LossLayoutError("mesh= and group= describe plain labels; a DTensor knows its mesh: leave them out")
+            raise LossLayoutError(
+                "mesh= and group= describe plain labels; a DTensor knows its mesh: leave them out"
+            )
         return _count_distributed(distributed, ignore_index)
     count = torch.stack([(batch != ignore_index).sum() for batch in batches]).sum()
     groups = [group] if group is not None else [] if mesh is None else _groups(mesh)
@@ -75,8 +79,12 @@ def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 def _count_distributed(batches: list[TorchDTensor], ignore_index: int) -> Tensor:
     mesh, placements = batches[0].device_mesh, tuple(batches[0].placements)
-    if any(batch.device_mesh != mesh or tuple(batch.placements) != placements for batch in batches):
-        raise LossLayoutError("the labels of the micro-batches lie differently: give all of them one mesh and placements")
+    if any(
+        batch.device_mesh != mesh or tuple(batch.placements) != placements for batch in batches
+    ):
+        raise LossLayoutError(
+            "the labels of the micro-batches lie differently: give all of them one mesh and placements"
+        )
     if any(placement.is_partial() for placement in placements):
         fixed = [Replicate() if placement.is_partial() else placement for placement in placements]
         raise LossLayoutError(

@@ -22,7 +22,13 @@ from hp_loss.exchange import merge_over
 from hp_loss.kernel import accumulation_dtype, find_kernel
 from hp_loss.options import LossOptions
 from hp_loss.statistics import WIDTH
-from hp_loss.targets import LocalTarget, from_labels, from_probabilities, refuse_out_of_range, refuse_unlike
+from hp_loss.targets import (
+    LocalTarget,
+    from_labels,
+    from_probabilities,
+    refuse_out_of_range,
+    refuse_unlike,
+)
 from hp_loss.vocabulary import Vocabulary
 
 __all__ = [
@@ -55,7 +61,9 @@ class TokenLosses:
     """False where the target is ignored; None if all count."""
 
 
-def class_dim_of(logits_shape: tuple[int, ...], target_shape: tuple[int, ...], class_dim: int | None) -> int:
+def class_dim_of(
+    logits_shape: tuple[int, ...], target_shape: tuple[int, ...], class_dim: int | None
+) -> int:
     """The dimension of the classes: *class_dim* if given, else what the targets' shape says.
 
     That is dimension 1 as for `torch.nn.functional.cross_entropy` (0 of a 1-D input) if the targets fit it, and
@@ -68,7 +76,11 @@ def class_dim_of(logits_shape: tuple[int, ...], target_shape: tuple[int, ...], c
     """
     ndim = len(logits_shape)
     if ndim == 0:
-        raise TargetError("logits have no dimension: give at least one, of classes", shape=target_shape, logits_shape=())
+        raise TargetError(
+            "logits have no dimension: give at least one, of classes",
+            shape=target_shape,
+            logits_shape=(),
+        )
     if class_dim is not None:
         if not -ndim <= class_dim < ndim:
             raise TargetError(
@@ -99,11 +111,18 @@ def result_dtype(logits: Tensor) -> torch.dtype:
 
 
 def describe_target(
-    target: Tensor, vocabulary: Vocabulary, weight: Tensor | None, options: LossOptions, class_dim: int, dtype: torch.dtype
+    target: Tensor,
+    vocabulary: Vocabulary,
+    weight: Tensor | None,
+    options: LossOptions,
+    class_dim: int,
+    dtype: torch.dtype,
 ) -> LocalTarget:
     """Describe *target*, class indices or probabilities, for logits with *class_dim*."""
     if target.is_floating_point():
-        return from_probabilities(flatten_classes(target, class_dim), vocabulary, weight, options, dtype)
+        return from_probabilities(
+            flatten_classes(target, class_dim), vocabulary, weight, options, dtype
+        )
     return from_labels(target.reshape(-1), vocabulary, weight, options, dtype)
 
 
@@ -141,11 +160,16 @@ def token_losses(
     )
     if target.valid is not None:
         loss = torch.where(target.valid, loss, 0.0)
-    return TokenLosses(loss, logsumexp, None if target.weight is None else merged[:, WIDTH], target.valid)
+    return TokenLosses(
+        loss, logsumexp, None if target.weight is None else merged[:, WIDTH], target.valid
+    )
 
 
 def reduce_losses(
-    losses: TokenLosses, options: LossOptions, sum_over_batch: SumOverBatch | None = None, extra: Tensor | None = None
+    losses: TokenLosses,
+    options: LossOptions,
+    sum_over_batch: SumOverBatch | None = None,
+    extra: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Reduce per *options*; also *extra*, a count, summed over the batch if the reduction is.
 
@@ -224,7 +248,9 @@ def local_cross_entropy(
     shares_news = sum_over_batch is not None and options.reduction == "mean"
     if described.out_of_range is not None and not shares_news:
         refuse_out_of_range(described.out_of_range, vocabulary, options)
-    losses = token_losses(flatten_classes(logits, class_dim), described, vocabulary, inplace=inplace)
+    losses = token_losses(
+        flatten_classes(logits, class_dim), described, vocabulary, inplace=inplace
+    )
     out, out_of_range = reduce_losses(losses, options, sum_over_batch, described.out_of_range)
     if out_of_range is not None and shares_news:
         refuse_out_of_range(out_of_range, vocabulary, options)

@@ -55,7 +55,9 @@ class TargetError(LossError):
         logits_shape: the shape of the logits, whole.
     """
 
-    def __init__(self, message: str, *, shape: tuple[int, ...], logits_shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, message: str, *, shape: tuple[int, ...], logits_shape: tuple[int, ...]
+    ) -> None:
         super().__init__(message)
         self.shape = shape
         self.logits_shape = logits_shape

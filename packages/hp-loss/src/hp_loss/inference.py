@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from hp_loss.errors import LossOptionError
 from hp_loss.exchange import exchange_all
 from hp_loss.kernel import accumulation_dtype
-from hp_loss.order import LOWEST, from_order, to_order
 from hp_loss.logits_shard import shard_of
+from hp_loss.order import LOWEST, from_order, to_order
 from hp_loss.vocabulary import Vocabulary
 
 __all__ = [
@@ -81,7 +81,9 @@ def gather_tensor_parallel_logits(logits: Tensor, config: GatherConfig) -> Tenso
         >>> import torch
         >>> from types import SimpleNamespace
         >>> from hp_loss import gather_tensor_parallel_logits
-        >>> config = SimpleNamespace(gather_logits=False, logits_process_group=None, logits_gather_dim=-1)
+        >>> config = SimpleNamespace(
+        ...     gather_logits=False, logits_process_group=None, logits_gather_dim=-1
+        ... )
         >>> gather_tensor_parallel_logits(torch.zeros(2, 3), config).shape
         torch.Size([2, 3])
     """
@@ -102,7 +104,8 @@ def gather_tensor_parallel_logits(logits: Tensor, config: GatherConfig) -> Tenso
         )
     if isinstance(logits, TorchDTensor):
         whole = [
-            Replicate() if shard_dim(placement) == logits.dim() + dim else placement for placement in logits.placements
+            Replicate() if shard_dim(placement) == logits.dim() + dim else placement
+            for placement in logits.placements
         ]
         return logits.redistribute(placements=whole)
     if not (dist.is_available() and dist.is_initialized()):
@@ -151,12 +154,18 @@ def vocab_parallel_argmax(
     """
     shard = shard_of(logits, group, vocab_size)
     _refuse_no_class(shard.vocabulary)
-    return shard.per_token(pick(local_candidates(shard.rows, shard.vocabulary, 1), shard.vocabulary, 1)[..., 0, 1])
+    return shard.per_token(
+        pick(local_candidates(shard.rows, shard.vocabulary, 1), shard.vocabulary, 1)[..., 0, 1]
+    )
 
 
 @torch.no_grad()
 def vocab_parallel_topk(
-    logits: Tensor, k: int, *, group: dist.ProcessGroup | None = None, vocab_size: int | None = None
+    logits: Tensor,
+    k: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> TopK:
     """The *k* best classes of each token, best first, equal ones by class: a `topk` of the whole logits.
 
@@ -207,7 +216,9 @@ def local_candidates(rows: Tensor, vocabulary: Vocabulary, k: int) -> Tensor:
     best = torch.empty(tokens, k, 2, dtype=torch.int64, device=rows.device)
     best[..., 0], best[..., 1] = LOWEST, NO_CLASS
     if k == 1 and found:
-        column = order.argmax(1, keepdim=True)  # the first of equal ones, which topk doesn't promise
+        column = order.argmax(
+            1, keepdim=True
+        )  # the first of equal ones, which topk doesn't promise
         best[..., 0], best[..., 1] = order.gather(1, column), vocabulary.class_of(column)
     elif found:
         best[:, :found, 0], column = order.topk(found)

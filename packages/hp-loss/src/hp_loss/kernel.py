@@ -13,7 +13,6 @@ which the compiler cuts better than we do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
@@ -52,7 +51,9 @@ class CrossEntropyKernel(Protocol):
     one per logit.
     """
 
-    def statistics(self, logits: Tensor, column: Tensor, mass: Tensor, background: Tensor | None) -> Tensor:
+    def statistics(
+        self, logits: Tensor, column: Tensor, mass: Tensor, background: Tensor | None
+    ) -> Tensor:
         """The shard's four numbers per token.
 
         Args:
@@ -103,7 +104,9 @@ class TorchKernel:
         >>> import torch
         >>> from hp_loss.kernel import TorchKernel
         >>> kernel = TorchKernel()
-        >>> kernel.statistics(torch.tensor([[1.0, 3.0]]), torch.tensor([0]), torch.tensor([1.0]), None)
+        >>> kernel.statistics(
+        ...     torch.tensor([[1.0, 3.0]]), torch.tensor([0]), torch.tensor([1.0]), None
+        ... )
         tensor([[ 3.0000,  1.1353, -2.0000,  1.0000]])
     """
 
@@ -112,7 +115,9 @@ class TorchKernel:
     def __init__(self, chunk_elements: int | None = None) -> None:
         self._chunk_elements = chunk_elements
 
-    def statistics(self, logits: Tensor, column: Tensor, mass: Tensor, background: Tensor | None) -> Tensor:
+    def statistics(
+        self, logits: Tensor, column: Tensor, mass: Tensor, background: Tensor | None
+    ) -> Tensor:
         """See `CrossEntropyKernel.statistics`."""
         dtype = accumulation_dtype(logits.dtype)
         if logits.shape[1] == 0:
@@ -144,7 +149,11 @@ class TorchKernel:
             gradient = (logits[rows].to(dtype) - maximum[rows].unsqueeze(1)).exp_()
             gradient.mul_(softmax_scale[rows].unsqueeze(1))
             _subtract_target(
-                gradient, column[rows], mass[rows] * target_scale[rows], _rows(background, rows), target_scale[rows]
+                gradient,
+                column[rows],
+                mass[rows] * target_scale[rows],
+                _rows(background, rows),
+                target_scale[rows],
             )
             out[rows] = gradient
         return out
@@ -154,7 +163,9 @@ class TorchKernel:
         if torch.compiler.is_compiling():
             step = max(tokens, 1)
         else:
-            elements = self._chunk_elements or CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+            elements = self._chunk_elements or CHUNK_ELEMENTS.get(
+                logits.device.type, CHUNK_ELEMENTS_ELSEWHERE
+            )
             step = max(elements // columns, 1)
         return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
@@ -179,7 +190,12 @@ def _statistics(logits: Tensor, column: Tensor, mass: Tensor, background: Tensor
             dot = dot + (shifted * background).sum(1)
             weight = weight + background.sum(-1)
     columns: list[Tensor] = [maximum] * WIDTH
-    columns[MAXIMUM], columns[EXP_SUM], columns[DOT], columns[MASS] = maximum, shifted.exp_().sum(1), dot, weight
+    columns[MAXIMUM], columns[EXP_SUM], columns[DOT], columns[MASS] = (
+        maximum,
+        shifted.exp_().sum(1),
+        dot,
+        weight,
+    )
     return torch.stack(columns, dim=1)
 
 
@@ -192,18 +208,32 @@ def _subtract_target(
         gradient.sub_(scale.unsqueeze(1) * background)
 
 
-@lru_cache(maxsize=16)
+_REFERENCE = TorchKernel()
+
+_found: dict[str, CrossEntropyKernel] = {}
+
+
 def find_kernel(device_type: str) -> CrossEntropyKernel:
     """The kernel for *device_type*: a registered one if there is any, else `TorchKernel`.
 
     A package registers a class or a function without arguments that gives a `CrossEntropyKernel`, in the entry-point
-    group ``hp_loss.kernels``, under the device type as its name.
+    group ``hp_loss.kernels``, under the device type as its name. It is looked up once.
 
     Example:
         >>> from hp_loss import find_kernel
         >>> type(find_kernel("cpu")).__name__
         'TorchKernel'
     """
+    kernel = _found.get(device_type)
+    return _look_up(device_type) if kernel is None else kernel
+
+
+def _look_up(device_type: str) -> CrossEntropyKernel:
     for entry in entry_points(group=ENTRY_POINTS, name=device_type):
-        return cast("CrossEntropyKernel", entry.load()())
-    return TorchKernel()
+        return _found.setdefault(device_type, cast("CrossEntropyKernel", entry.load()()))
+    return _found.setdefault(device_type, _REFERENCE)
+
+
+# For these the answer is needed inside a graph as well, where entry points can't be asked.
+for _device_type in ("cpu", "cuda"):
+    _look_up(_device_type)

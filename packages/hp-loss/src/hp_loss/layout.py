@@ -17,11 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from hp_dtensor import DTensor, Partial, Replicate, Shard, StridedShard, redistribute_local, to_local
+from hp_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    redistribute_local,
+    to_local,
+)
 from hp_dtensor.placements import shard_dim
 from hp_dtensor.shards import local_intervals
+from hp_mesh import DeviceMesh
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -31,12 +40,14 @@ from hp_loss.vocabulary import Vocabulary
 
 __all__ = [
     "LogitsLayout",
+    "as_our_mesh",
     "class_dim_of_dtensor",
     "layout_of",
     "local_target",
     "local_weight",
     "make_layout",
     "moved_to",
+    "wrap_local",
 ]
 
 
@@ -99,16 +110,33 @@ class LogitsLayout:
         else:
             shape = ()
             placements = self.addend_placements if reduction == "sum" else self._replicated
-        return _wrap(loss, self.mesh, placements, shape)
+        return wrap_local(loss, self.mesh, placements, shape)
 
     def wrap_per_choice(self, values: Tensor) -> DTensor:
         """Make local *values*, of the tokens' shape and one more dimension, a DTensor cut like the tokens."""
-        return _wrap(values, self.mesh, self.token_placements, (*self.token_shape, values.shape[-1]))
+        return wrap_local(
+            values, self.mesh, self.token_placements, (*self.token_shape, values.shape[-1])
+        )
 
 
-def _wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+def wrap_local(
+    local: Tensor, mesh: TorchDeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Make *local* this rank's part of a DTensor of the global *shape*, row-major; differentiable."""
     stride = _contiguous_stride(shape)
-    return DTensor.from_local(local, mesh, tuple(placements), run_check=False, shape=tuple(shape), stride=stride)
+    return DTensor.from_local(
+        local,
+        as_our_mesh(mesh),
+        tuple(placements),
+        run_check=False,
+        shape=tuple(shape),
+        stride=stride,
+    )
+
+
+def as_our_mesh(mesh: TorchDeviceMesh) -> DeviceMesh:
+    """*mesh* as one of ours, with the same groups."""
+    return mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_torch(mesh)
 
 
 def class_dim_of_dtensor(logits: TorchDTensor, target: Tensor, class_dim: int | None) -> int:
@@ -136,9 +164,11 @@ def layout_of(logits: TorchDTensor, class_dim: int) -> LogitsLayout:
     Raises:
         LossLayoutError: if an axis is Partial, or this rank isn't in the mesh.
     """
-    mesh, placements = logits.device_mesh, tuple(logits.placements)
+    mesh, placements = as_our_mesh(logits.device_mesh), tuple(logits.placements)
     if any(placement.is_partial() for placement in placements):
-        fixed = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+        fixed = tuple(
+            Replicate() if placement.is_partial() else placement for placement in placements
+        )
         raise LossLayoutError(
             f"logits with the placements {placements} are addends on at least one mesh axis, and a softmax needs their "
             f"sum: call logits.redistribute(placements={list(fixed)}) first, or use a head whose output is sharded over "
@@ -189,10 +219,14 @@ def local_target(target: Tensor, layout: LogitsLayout) -> Tensor:
         local = to_local(target)
         if source == placements:
             return local
-        return redistribute_local(local, layout.mesh, source, placements, shape=tuple(target.shape))
+        return redistribute_local(
+            local, layout.mesh, source, placements, shape=tuple(target.shape)
+        )
     if tuple(target.shape) != shape:
         return target
-    return redistribute_local(target, layout.mesh, (Replicate(),) * layout.mesh.ndim, placements, shape=shape)
+    return redistribute_local(
+        target, layout.mesh, (Replicate(),) * layout.mesh.ndim, placements, shape=shape
+    )
 
 
 def local_weight(weight: Tensor | None, layout: LogitsLayout) -> Tensor | None:
@@ -200,7 +234,7 @@ def local_weight(weight: Tensor | None, layout: LogitsLayout) -> Tensor | None:
     if weight is None or not isinstance(weight, TorchDTensor):
         return weight
     _refuse_other_mesh(weight, layout, "the class weights")
-    source, local = tuple(weight.placements), weight.detach().to_local()
+    source, local = tuple(weight.placements), to_local(weight.detach())
     if source == _class_placements(layout):
         return local
     replicated = (Replicate(),) * layout.mesh.ndim

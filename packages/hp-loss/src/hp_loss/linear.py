@@ -42,7 +42,14 @@ from hp_loss.cross_entropy import (
 from hp_loss.errors import LossLayoutError, LossOptionError, TargetError
 from hp_loss.exchange import merge_over
 from hp_loss.kernel import CrossEntropyKernel, accumulation_dtype, find_kernel
-from hp_loss.layout import LogitsLayout, local_target, local_weight, make_layout, moved_to
+from hp_loss.layout import (
+    LogitsLayout,
+    as_our_mesh,
+    local_target,
+    local_weight,
+    make_layout,
+    moved_to,
+)
 from hp_loss.options import LossOptions, Reduction
 from hp_loss.statistics import DOT, EXP_SUM, MASS, MAXIMUM, WIDTH
 from hp_loss.targets import LocalTarget, refuse_out_of_range, refuse_unlike
@@ -103,23 +110,32 @@ def linear_cross_entropy(
     Example:
         >>> import torch
         >>> from hp_loss import linear_cross_entropy
-        >>> hidden, head = torch.ones(3, 2), torch.tensor([[1.0, 1.0], [0.0, 0.0]], requires_grad=True)
+        >>> hidden, head = (
+        ...     torch.ones(3, 2),
+        ...     torch.tensor([[1.0, 1.0], [0.0, 0.0]], requires_grad=True),
+        ... )
         >>> linear_cross_entropy(hidden, head, torch.tensor([0, 0, 1]), chunk_size=2)
         tensor(0.7936, grad_fn=<...>)
     """
     options = LossOptions(ignore_index, reduction, label_smoothing, z_loss)
     if chunk_size is not None and chunk_size < 1:
         raise LossOptionError(
-            f"chunk_size is {chunk_size}: it must be 1 or more, or None", option="chunk_size", value=chunk_size
+            f"chunk_size is {chunk_size}: it must be 1 or more, or None",
+            option="chunk_size",
+            value=chunk_size,
         )
     if isinstance(hidden, TorchDTensor) or isinstance(weight, TorchDTensor):
         if group is not None or vocab_size is not None:
-            raise LossLayoutError("group= and vocab_size= describe plain tensors; a DTensor knows its mesh: leave them out")
+            raise LossLayoutError(
+                "group= and vocab_size= describe plain tensors; a DTensor knows its mesh: leave them out"
+            )
         return _of_dtensors(hidden, weight, target, bias, class_weight, options, chunk_size)
     vocabulary = vocabulary_of_group(weight.shape[0], group, vocab_size)
     if vocabulary.groups and hidden.requires_grad:
         hidden = cast("Tensor", _SumGradient.apply(hidden, vocabulary.groups))
-    return _local(hidden, weight, target, bias, class_weight, vocabulary, options, chunk_size, None)
+    return _local(
+        hidden, weight, target, bias, class_weight, vocabulary, options, chunk_size, None
+    )
 
 
 def _of_dtensors(
@@ -132,23 +148,29 @@ def _of_dtensors(
     chunk_size: int | None,
 ) -> Tensor:
     if not isinstance(hidden, TorchDTensor) or not isinstance(weight, TorchDTensor):
-        plain, other = ("hidden", "weight") if isinstance(weight, TorchDTensor) else ("weight", "hidden")
+        plain, other = (
+            ("hidden", "weight") if isinstance(weight, TorchDTensor) else ("weight", "hidden")
+        )
         raise LossLayoutError(
             f"{plain} is a plain tensor and {other} a DTensor: distribute both over one mesh, or pass this rank's shards "
             "of both as plain tensors, with group="
         )
     mesh = hidden.device_mesh
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and (not isinstance(tensor, TorchDTensor) or tensor.device_mesh != mesh):
+        if tensor is not None and (
+            not isinstance(tensor, TorchDTensor) or tensor.device_mesh != mesh
+        ):
             where = tensor.device_mesh if isinstance(tensor, TorchDTensor) else "no mesh"
-            raise LossLayoutError(f"{name} is on {where} and hidden on {mesh}: distribute them over one mesh")
+            raise LossLayoutError(
+                f"{name} is on {where} and hidden on {mesh}: distribute them over one mesh"
+            )
     layout = _layout(hidden, weight)
     head_grads = _head_grad_placements(layout, weight)
     loss = _local(
         _local_hidden(hidden, layout),
         to_local(weight, grad_placements=head_grads),
         local_target(target, layout),
-        None if bias is None else _local_bias(bias, weight, head_grads),
+        None if bias is None else _local_bias(bias, weight, layout, head_grads),
         local_weight(class_weight, layout),
         layout.vocabulary,
         options,
@@ -175,7 +197,7 @@ def _layout(hidden: TorchDTensor, weight: TorchDTensor) -> LogitsLayout:
         else:
             placements.append(Replicate() if token.is_partial() else token)
     shape = (*hidden.shape[:-1], weight.shape[0])
-    return make_layout(hidden.device_mesh, tuple(placements), shape, classes)
+    return make_layout(as_our_mesh(hidden.device_mesh), tuple(placements), shape, classes)
 
 
 def _local_hidden(hidden: TorchDTensor, layout: LogitsLayout) -> Tensor:
@@ -188,7 +210,12 @@ def _local_hidden(hidden: TorchDTensor, layout: LogitsLayout) -> Tensor:
     if source == wanted:
         return to_local(hidden, grad_placements=grads)
     return redistribute_local(
-        to_local(hidden), hidden.device_mesh, source, wanted, shape=tuple(hidden.shape), grad_placements=grads
+        to_local(hidden),
+        layout.mesh,
+        source,
+        wanted,
+        shape=tuple(hidden.shape),
+        grad_placements=grads,
     )
 
 
@@ -200,13 +227,20 @@ def _head_grad_placements(layout: LogitsLayout, weight: TorchDTensor) -> tuple[P
     )
 
 
-def _local_bias(bias: Tensor, weight: TorchDTensor, grads: tuple[Placement, ...]) -> Tensor:
+def _local_bias(
+    bias: Tensor, weight: TorchDTensor, layout: LogitsLayout, grads: tuple[Placement, ...]
+) -> Tensor:
     assert isinstance(bias, TorchDTensor)
     source, wanted = tuple(bias.placements), tuple(weight.placements)
     if source == wanted:
         return to_local(bias, grad_placements=grads)
     return redistribute_local(
-        to_local(bias), bias.device_mesh, source, wanted, shape=tuple(bias.shape), grad_placements=grads
+        to_local(bias),
+        layout.mesh,
+        source,
+        wanted,
+        shape=tuple(bias.shape),
+        grad_placements=grads,
     )
 
 
@@ -222,15 +256,25 @@ def _local(
     sum_over_batch: SumOverBatch | None,
 ) -> Tensor:
     """The loss of the tokens held here, as `local_cross_entropy` of the logits."""
-    hidden, weight, bias = _as_autocast(hidden), _as_autocast(weight), None if bias is None else _as_autocast(bias)
+    hidden, weight, bias = (
+        _as_autocast(hidden),
+        _as_autocast(weight),
+        None if bias is None else _as_autocast(bias),
+    )
     token_shape, features = tuple(hidden.shape[:-1]), hidden.shape[-1]
     logits_shape = (*token_shape, weight.shape[0])
-    if weight.dim() != 2 or weight.shape[1] != features or (bias is not None and bias.shape != weight.shape[:1]):
+    if (
+        weight.dim() != 2
+        or weight.shape[1] != features
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
         raise LossLayoutError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and bias "
             f"{None if bias is None else tuple(bias.shape)} don't fit: weight is (classes, features) and bias (classes,)"
         )
-    refuse_unlike(target, logits_shape if target.is_floating_point() else token_shape, logits_shape)
+    refuse_unlike(
+        target, logits_shape if target.is_floating_point() else token_shape, logits_shape
+    )
     if target.requires_grad:
         raise TargetError(
             "probabilities that require grad get none from linear_cross_entropy: detach them, or use "
@@ -239,7 +283,12 @@ def _local(
             logits_shape=logits_shape,
         )
     described = describe_target(
-        target, vocabulary, class_weight, options, len(token_shape), accumulation_dtype(hidden.dtype)
+        target,
+        vocabulary,
+        class_weight,
+        options,
+        len(token_shape),
+        accumulation_dtype(hidden.dtype),
     )
     shares_news = sum_over_batch is not None and options.reduction == "mean"
     if described.out_of_range is not None and not shares_news:
@@ -257,7 +306,11 @@ def _local(
 def _as_autocast(tensor: Tensor) -> Tensor:
     """What autocast would make of an operand of the head; the backward, which runs without it, then agrees."""
     device = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+    return (
+        tensor.to(torch.get_autocast_dtype(device))
+        if torch.is_autocast_enabled(device)
+        else tensor
+    )
 
 
 def _token_losses(
@@ -273,7 +326,10 @@ def _token_losses(
     with torch.no_grad():
         parts = [
             kernel.statistics(
-                F.linear(hidden[rows], weight, bias), target.column[rows], target.mass[rows], _rows(target.background, rows)
+                F.linear(hidden[rows], weight, bias),
+                target.column[rows],
+                target.mass[rows],
+                _rows(target.background, rows),
             )
             for rows in _chunks(hidden.shape[0], step)
         ]
@@ -286,7 +342,9 @@ def _token_losses(
     )
     if target.valid is not None:
         loss = torch.where(target.valid, loss, 0.0)
-    return TokenLosses(loss, logsumexp, None if target.weight is None else merged[:, WIDTH], target.valid)
+    return TokenLosses(
+        loss, logsumexp, None if target.weight is None else merged[:, WIDTH], target.valid
+    )
 
 
 def _chunks(tokens: int, step: int) -> Iterator[slice]:
@@ -331,7 +389,9 @@ class _LinearLoss(torch.autograd.Function):
         return merged[:, MASS] * log_sum - merged[:, DOT], merged[:, MAXIMUM] + log_sum
 
     @staticmethod
-    def backward(ctx: _Context, loss_grad: Tensor, logsumexp_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _Context, loss_grad: Tensor, logsumexp_grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         hidden, weight, column, mass, merged, *optional = ctx.saved_tensors
         background = optional.pop() if ctx.has_background else None
@@ -340,7 +400,9 @@ class _LinearLoss(torch.autograd.Function):
         wide = accumulation_dtype(weight.dtype)
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        bias_grad = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if wants_bias else None
+        bias_grad = (
+            torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if wants_bias else None
+        )
         scale = (loss_grad * merged[:, MASS] + logsumexp_grad) / merged[:, EXP_SUM]
         for rows in _chunks(hidden.shape[0], ctx.step):
             logits = F.linear(hidden[rows], weight, bias)

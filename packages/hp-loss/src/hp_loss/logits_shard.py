@@ -37,7 +37,11 @@ class LogitsShard:
     def targets(self, target: Tensor) -> Tensor:
         """This rank's class indices, as a vector."""
         local = target if self.layout is None else local_target(target, self.layout)
-        if isinstance(local, TorchDTensor) or tuple(local.shape) != self.token_shape or local.is_floating_point():
+        if (
+            isinstance(local, TorchDTensor)
+            or tuple(local.shape) != self.token_shape
+            or local.is_floating_point()
+        ):
             raise TargetError(
                 f"targets of shape {tuple(target.shape)} and dtype {target.dtype} don't fit logits with tokens of shape "
                 f"{self.token_shape}: give one class index per token",
@@ -58,7 +62,9 @@ class LogitsShard:
         return values if self.layout is None else self.layout.wrap_per_choice(values)
 
 
-def shard_of(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None) -> LogitsShard:
+def shard_of(
+    logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None
+) -> LogitsShard:
     """Read *logits* of shape `(..., classes)`.
 
     Raises:
@@ -69,7 +75,9 @@ def shard_of(logits: Tensor, group: dist.ProcessGroup | None, vocab_size: int | 
     layout = None
     if isinstance(logits, TorchDTensor):
         if group is not None or vocab_size is not None:
-            raise LossLayoutError("group= and vocab_size= describe plain logits; a DTensor knows its mesh: leave them out")
+            raise LossLayoutError(
+                "group= and vocab_size= describe plain logits; a DTensor knows its mesh: leave them out"
+            )
         layout = layout_of(logits, logits.dim() - 1)
         vocabulary = layout.vocabulary
         logits = to_local(logits)

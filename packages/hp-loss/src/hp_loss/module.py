@@ -31,7 +31,9 @@ class CrossEntropyLoss(nn.Module):
         >>> loss = CrossEntropyLoss(label_smoothing=0.1)
         >>> loss(torch.zeros(2, 4), torch.tensor([0, 3]))
         tensor(1.3863)
-        >>> loss(torch.zeros(2, 4), torch.tensor([0, 3]), global_valid_tokens=8)  # of which these are two
+        >>> loss(
+        ...     torch.zeros(2, 4), torch.tensor([0, 3]), global_valid_tokens=8
+        ... )  # of which these are two
         tensor(0.3466)
     """
 

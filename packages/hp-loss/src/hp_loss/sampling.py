@@ -55,7 +55,9 @@ class _Filter:
             )
         if self.top_k is not None and self.top_k < 1:
             raise LossOptionError(
-                f"top_k is {self.top_k}: it must be 1 or more, or None for all classes", option="top_k", value=self.top_k
+                f"top_k is {self.top_k}: it must be 1 or more, or None for all classes",
+                option="top_k",
+                value=self.top_k,
             )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise LossOptionError(
@@ -113,11 +115,17 @@ def vocab_parallel_sample(
     numbers = _uniform(shard, uniform, generator)
     rows = shard.rows.to(torch.float32) / kept.temperature
     if kept.top_k is not None:
-        return shard.per_token(_from_best(rows, min(kept.top_k, shard.vocabulary.size), kept.top_p, numbers, shard.vocabulary))
+        return shard.per_token(
+            _from_best(
+                rows, min(kept.top_k, shard.vocabulary.size), kept.top_p, numbers, shard.vocabulary
+            )
+        )
     return shard.per_token(_from_all(rows, kept.top_p, numbers, shard.vocabulary))
 
 
-def _uniform(shard: LogitsShard, uniform: Tensor | None, generator: torch.Generator | None) -> Tensor:
+def _uniform(
+    shard: LogitsShard, uniform: Tensor | None, generator: torch.Generator | None
+) -> Tensor:
     """A number per token, the same on all ranks that have the token whole or in part."""
     rows = shard.rows
     if uniform is None:
@@ -130,14 +138,18 @@ def _uniform(shard: LogitsShard, uniform: Tensor | None, generator: torch.Genera
             shape=tuple(uniform.shape),
             logits_shape=(*shard.token_shape, shard.vocabulary.local_size),
         )
-    groups = shard.vocabulary.groups + (() if shard.layout is None else shard.layout.replica_groups)
+    groups = shard.vocabulary.groups + (
+        () if shard.layout is None else shard.layout.replica_groups
+    )
     for group in groups:
         if numbers.numel():
             numbers = broadcast(numbers, 0, group)
     return numbers
 
 
-def _from_best(rows: Tensor, k: int, top_p: float | None, numbers: Tensor, vocabulary: Vocabulary) -> Tensor:
+def _from_best(
+    rows: Tensor, k: int, top_p: float | None, numbers: Tensor, vocabulary: Vocabulary
+) -> Tensor:
     """Draw from the *k* best classes, which every rank has."""
     best = pick(local_candidates(rows, vocabulary, k), vocabulary, k)
     values = from_order(best[..., 0], torch.float32)
@@ -152,13 +164,17 @@ def _from_best(rows: Tensor, k: int, top_p: float | None, numbers: Tensor, vocab
     return classes.gather(1, column.unsqueeze(1)).squeeze(1)
 
 
-def _from_all(rows: Tensor, top_p: float | None, numbers: Tensor, vocabulary: Vocabulary) -> Tensor:
+def _from_all(
+    rows: Tensor, top_p: float | None, numbers: Tensor, vocabulary: Vocabulary
+) -> Tensor:
     """Draw from all classes, or from the nucleus."""
     maximum = rows.amax(1) if rows.shape[1] else rows.new_full((rows.shape[0],), -torch.inf)
     maximum = exchange_all(maximum, vocabulary.groups).amax(0).clamp(min=floor_of(rows.dtype))
     weight = (rows - maximum.unsqueeze(1)).exp()
     if top_p is not None:
-        weight = torch.where(to_order(rows) >= _edge(rows, weight, top_p, vocabulary).unsqueeze(1), weight, 0.0)
+        weight = torch.where(
+            to_order(rows) >= _edge(rows, weight, top_p, vocabulary).unsqueeze(1), weight, 0.0
+        )
     totals = exchange_all(weight.sum(1), vocabulary.groups)  # (ranks, tokens)
     upto = totals.cumsum(0)
     aim = numbers * upto[-1]

@@ -1,9 +1,9 @@
-"""What a policy gradient asks of vocabulary-sharded logits: log-probabilities of targets, and the entropy.
+r"""What a policy gradient asks of vocabulary-sharded logits: log-probabilities of targets, and the entropy.
 
 A target's log-probability is minus its cross entropy, so it is that. The entropy has statistics of its own: with `M`
 and `S` of `hp_loss.statistics` and ``E = sum_c e^(x_c - M) (x_c - M)``,
 
-.. math:: H = \\log S - E / S
+.. math:: H = \log S - E / S
 
 and three numbers per token are exchanged. Both are differentiable, without communication in the backward:
 ``dH/dx_c = -p_c (log p_c + H)``.
@@ -23,8 +23,8 @@ from hp_loss._autograd import refuse_second_derivative
 from hp_loss.cross_entropy import token_losses
 from hp_loss.exchange import exchange
 from hp_loss.kernel import accumulation_dtype
-from hp_loss.options import LossOptions
 from hp_loss.logits_shard import shard_of
+from hp_loss.options import LossOptions
 from hp_loss.statistics import floor_of
 from hp_loss.targets import from_labels, refuse_out_of_range
 from hp_loss.vocabulary import Vocabulary
@@ -100,8 +100,12 @@ def vocab_parallel_entropy(
     """
     shard = shard_of(logits, group, vocab_size)
     with torch.no_grad():
-        maximum, exp_sum, dot = _entropy_statistics(shard.rows.detach(), shard.vocabulary).unbind(1)
-    return shard.per_token(cast("Tensor", _Entropy.apply(shard.rows, maximum, exp_sum.log(), dot / exp_sum)))
+        maximum, exp_sum, dot = _entropy_statistics(shard.rows.detach(), shard.vocabulary).unbind(
+            1
+        )
+    return shard.per_token(
+        cast("Tensor", _Entropy.apply(shard.rows, maximum, exp_sum.log(), dot / exp_sum))
+    )
 
 
 def _entropy_statistics(rows: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -111,7 +115,9 @@ def _entropy_statistics(rows: Tensor, vocabulary: Vocabulary) -> Tensor:
         out = torch.zeros(rows.shape[0], 3, dtype=dtype, device=rows.device)
         out[:, 0] = floor_of(dtype)
     else:
-        out = torch.cat([_local_entropy_statistics(rows[part].to(dtype)) for part in _chunks(rows)])
+        out = torch.cat(
+            [_local_entropy_statistics(rows[part].to(dtype)) for part in _chunks(rows)]
+        )
     for group in reversed(vocabulary.groups):
         out = _merge_entropy(exchange(out, group))
     return out
@@ -121,7 +127,9 @@ def _local_entropy_statistics(rows: Tensor) -> Tensor:
     maximum = rows.amax(1).clamp_(min=floor_of(rows.dtype))
     relative = rows - maximum.unsqueeze(1)
     exponential = relative.exp()
-    return torch.stack([maximum, exponential.sum(1), _product(exponential, relative).sum(1)], dim=1)
+    return torch.stack(
+        [maximum, exponential.sum(1), _product(exponential, relative).sum(1)], dim=1
+    )
 
 
 def _merge_entropy(shards: Tensor) -> Tensor:
@@ -129,9 +137,13 @@ def _merge_entropy(shards: Tensor) -> Tensor:
     delta = shards[..., 0] - maximum
     factor = delta.exp()
     total = torch.zeros_like(shards[0, :, 1:])
-    for shard, scale, shift in zip(shards.unbind(0), factor.unbind(0), delta.unbind(0), strict=True):
+    for shard, scale, shift in zip(
+        shards.unbind(0), factor.unbind(0), delta.unbind(0), strict=True
+    ):
         exp_sum = shard[:, 1] * scale
-        total = total + torch.stack([exp_sum, shard[:, 2] * scale + _product(exp_sum, shift)], dim=1)
+        total = total + torch.stack(
+            [exp_sum, shard[:, 2] * scale + _product(exp_sum, shift)], dim=1
+        )
     return torch.cat([maximum.unsqueeze(1), total], dim=1)
 
 
@@ -153,7 +165,9 @@ class _Context(FunctionCtx):
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, rows: Tensor, maximum: Tensor, log_sum: Tensor, mean: Tensor) -> Tensor:
+    def forward(
+        ctx: _Context, rows: Tensor, maximum: Tensor, log_sum: Tensor, mean: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(rows, maximum, log_sum, mean)
         return log_sum - mean
 

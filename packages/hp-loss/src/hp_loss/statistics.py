@@ -33,7 +33,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DOT", "EXP_SUM", "MASS", "MAXIMUM", "WIDTH", "empty_statistics", "floor_of", "merge", "rebase"]
+__all__ = [
+    "DOT",
+    "EXP_SUM",
+    "MASS",
+    "MAXIMUM",
+    "WIDTH",
+    "empty_statistics",
+    "floor_of",
+    "merge",
+    "rebase",
+]
 
 MAXIMUM, EXP_SUM, DOT, MASS = range(4)
 WIDTH = 4

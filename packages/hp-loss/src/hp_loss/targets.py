@@ -47,7 +47,11 @@ class LocalTarget:
 
 
 def from_labels(
-    labels: Tensor, vocabulary: Vocabulary, weight: Tensor | None, options: LossOptions, dtype: torch.dtype
+    labels: Tensor,
+    vocabulary: Vocabulary,
+    weight: Tensor | None,
+    options: LossOptions,
+    dtype: torch.dtype,
 ) -> LocalTarget:
     """Describe class indices.
 
@@ -92,7 +96,10 @@ def from_probabilities(
     """
     background = probabilities.to(dtype)
     if options.label_smoothing:
-        background = background * (1.0 - options.label_smoothing) + options.label_smoothing / vocabulary.size
+        background = (
+            background * (1.0 - options.label_smoothing)
+            + options.label_smoothing / vocabulary.size
+        )
     if weight is not None:
         background = background * _local_weight(weight, vocabulary, dtype)
     tokens = probabilities.shape[0]
@@ -153,7 +160,9 @@ def _out_of_range(count: str, vocabulary: Vocabulary, options: LossOptions) -> s
     )
 
 
-def refuse_unlike(target: Tensor, expected: tuple[int, ...], logits_shape: tuple[int, ...]) -> None:
+def refuse_unlike(
+    target: Tensor, expected: tuple[int, ...], logits_shape: tuple[int, ...]
+) -> None:
     """Raise unless *target* has the *expected* shape."""
     if tuple(target.shape) != expected:
         raise TargetError(

@@ -117,7 +117,15 @@ def cross_entropy_of(
             denominator = denominator.full_tensor()
     if isinstance(logits, TorchDTensor):
         return _of_dtensor(
-            logits, target, options, weight, group, vocab_size, class_dim, inplace=inplace, denominator=denominator
+            logits,
+            target,
+            options,
+            weight,
+            group,
+            vocab_size,
+            class_dim,
+            inplace=inplace,
+            denominator=denominator,
         )
     for name, tensor in (("the targets", target), ("the class weights", weight)):
         if isinstance(tensor, TorchDTensor):

@@ -58,7 +58,11 @@ class Vocabulary:
         classes = column
         first = 0
         for start, stop in self.intervals:
-            classes = torch.where((column >= first) & (column < first + stop - start), column + (start - first), classes)
+            classes = torch.where(
+                (column >= first) & (column < first + stop - start),
+                column + (start - first),
+                classes,
+            )
             first += stop - start
         return classes
 
@@ -77,7 +81,9 @@ def whole_vocabulary(size: int) -> Vocabulary:
     return Vocabulary(size, ((0, size),) if size else ())
 
 
-def vocabulary_of_group(local_size: int, group: dist.ProcessGroup | None, size: int | None) -> Vocabulary:
+def vocabulary_of_group(
+    local_size: int, group: dist.ProcessGroup | None, size: int | None
+) -> Vocabulary:
     """Describe a vocabulary of *size* classes that is cut evenly over *group*.
 
     Without a size the shards are taken to be even. With one, this rank's *local_size* must be what the shard rule
