@@ -8,11 +8,10 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from hp_mesh import axes
 from hp_mesh.axes import Axis, RankMap
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 calm = settings(deadline=None)  # a busy machine is no failure
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: math.prod(s) <= 96)

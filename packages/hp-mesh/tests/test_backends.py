@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-
 from hp_mesh import (
     BackendError,
     Capability,

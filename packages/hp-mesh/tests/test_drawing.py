@@ -6,7 +6,6 @@ import re
 from xml.etree import ElementTree as ET
 
 import torch
-
 from hp_mesh import DeviceMesh
 
 

@@ -9,8 +9,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-
-from hp_mesh import BackendError, DeviceMesh, GroupConfig, GroupError, NoGroupError, init_device_mesh
+from hp_mesh import (
+    BackendError,
+    DeviceMesh,
+    GroupConfig,
+    GroupError,
+    NoGroupError,
+    init_device_mesh,
+)
 from hp_mesh.groups import registry
 from hp_mesh.testing import run_spmd, spmd
 
@@ -68,9 +74,7 @@ def test_equal_rank_sets_share_one_group() -> None:
 @spmd(world_size=4)
 def test_group_ranks_follow_coordinates() -> None:
     """On a permuted mesh the group's ranks are in coordinate order, also for the whole world."""
-    mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("dp", "tp"), rank_list=(3, 1, 2, 0)
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), rank_list=(3, 1, 2, 0))
     for axis in ("dp", "tp"):
         group = mesh.get_group(axis)
         assert dist.get_process_group_ranks(group) == mesh.get_rank_list_along_axis(axis)
@@ -157,7 +161,7 @@ def test_meshes_survive_a_new_world() -> None:
     name = mesh._dim_group_names[0]
     for number in range(2):
         dist.destroy_process_group()
-        with pytest.raises(NoGroupError, match="torch.distributed is not initialized"):
+        with pytest.raises(NoGroupError, match=r"torch\.distributed is not initialized"):
             mesh.get_group()
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
@@ -262,7 +266,9 @@ def test_backends_and_options_per_axis() -> None:
     plain = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     assert plain.get_group("tp") is not tp
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
-    view = world.unflatten(0, (2, 1, 2), ("a", "b", "c"), backend_override={"b": "fake", 0: "fake"})
+    view = world.unflatten(
+        0, (2, 1, 2), ("a", "b", "c"), backend_override={"b": "fake", 0: "fake"}
+    )
     assert [dist.get_backend(g) for g in view.get_all_groups()] == ["fake", "fake", "gloo"]
     assert dist.get_backend(view["a", "c"].flatten("ac", "fake").get_group()) == "fake"
 
@@ -372,7 +378,9 @@ def test_group_config_is_a_key() -> None:
 def test_unknown_backends_are_named() -> None:
     """A backend that torch does not have is refused on all ranks before anything is made."""
     mesh = DeviceMesh("cpu", [1, 0], backend_override=("carrier_pigeon",))
-    with pytest.raises(BackendError, match=r"torch has no backend 'carrier_pigeon'; it has .*gloo"):
+    with pytest.raises(
+        BackendError, match=r"torch has no backend 'carrier_pigeon'; it has .*gloo"
+    ):
         mesh.get_group()
 
 
@@ -389,7 +397,6 @@ def _cross() -> str:
         mesh.get_group("dp")
     assert time.monotonic() - start < 15
     assert caught.value.label.startswith("axis 'dp' of mesh (dp=")
-    assert pytest.raises(GroupError, lambda: (_ for _ in ()).throw(caught.value))
     return str(caught.value)
 
 
@@ -404,7 +411,9 @@ def test_a_mesh_of_another_shape_on_one_rank_is_found() -> None:
 
 
 def _silent() -> str | None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=timedelta(seconds=3))
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("dp", "tp"), timeout=timedelta(seconds=3)
+    )
     if dist.get_rank() == 3:
         time.sleep(5)
         return None

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed import device_mesh as torch_mesh
-
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
+from torch import nn
+from torch.distributed import device_mesh as torch_mesh
 
 
 def grid() -> DeviceMesh:
@@ -343,7 +342,7 @@ def test_to_torch_shares_groups() -> None:
 @pytest.mark.seam
 @spmd(world_size=2)
 def test_current_mesh_of_torchs_functions() -> None:
-    """torch functions that take no mesh use the one that was entered."""
+    """Torch functions that take no mesh use the one that was entered."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

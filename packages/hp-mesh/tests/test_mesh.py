@@ -14,11 +14,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed import device_mesh as torch_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from hp_mesh import (
     AxisError,
     AxisRequiredError,
@@ -32,6 +27,10 @@ from hp_mesh import (
     init_device_mesh,
 )
 from hp_mesh.testing import spmd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import device_mesh as torch_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 calm = settings(deadline=None)  # a busy machine is no failure
 NAMES = ("pp", "dp", "cp", "tp")
@@ -152,8 +151,7 @@ def test_ranks_may_come_in_any_container() -> None:
     """Tensor, array, nested lists and tuples make equal meshes."""
     rows = [[0, 1], [2, 3]]
     meshes = [
-        on_rank(ranks)
-        for ranks in (torch.tensor(rows), np.array(rows), rows, ((0, 1), (2, 3)))
+        on_rank(ranks) for ranks in (torch.tensor(rows), np.array(rows), rows, ((0, 1), (2, 3)))
     ]
     assert all(mesh == meshes[0] for mesh in meshes)
     assert len({hash(mesh) for mesh in meshes}) == 1
@@ -289,7 +287,11 @@ def test_ranks_along_an_axis_follow_coordinates() -> None:
 @pytest.mark.parametrize(
     ("ask", "kind", "text"),
     [
-        (lambda m: m.get_device_num_along_axis("pp"), ValueError, "no axis 'pp'; it has ('dp', 'tp')"),
+        (
+            lambda m: m.get_device_num_along_axis("pp"),
+            ValueError,
+            "no axis 'pp'; it has ('dp', 'tp')",
+        ),
         (lambda m: m.axis_index("None"), ValueError, "no axis 'None'"),
         (lambda m: m.axis_id("pp"), ValueError, "axis_id(): the mesh has no axis 'pp'"),
         (lambda m: m.assert_axis("x", "scatter"), ValueError, "scatter: the mesh has no axis 'x'"),
@@ -404,8 +406,10 @@ def test_wrong_grids(ranks: object, kind: type[Exception], text: str) -> None:
         (
             lambda m: m["tp", "dp"],
             KeyError,
-            "The axes ('tp', 'dp') are not in the mesh's order ('dp', 'tp'). Use mesh['dp', 'tp'], or "
-            "mesh.permute('tp', 'dp') for the transposed mesh",
+            (
+                "The axes ('tp', 'dp') are not in the mesh's order ('dp', 'tp'). Use mesh['dp', 'tp'], or "
+                "mesh.permute('tp', 'dp') for the transposed mesh"
+            ),
         ),
         (lambda m: m["tp", "tp"], ValueError, "A slice names each axis once"),
         (lambda m: m[()], ValueError, "A slice names at least one axis"),
@@ -413,14 +417,22 @@ def test_wrong_grids(ranks: object, kind: type[Exception], text: str) -> None:
         (lambda m: m.size("ep"), ValueError, "no axis 'ep'"),
         (lambda m: m.size(2), ValueError, "Axis index 2 is out of range"),
         (lambda m: m.size(1.0), TypeError, "An axis is a name or an index, got 1.0."),
-        (lambda m: m.get_local_rank(), RuntimeError, "get_local_rank() needs mesh_dim on a mesh of 2"),
+        (
+            lambda m: m.get_local_rank(),
+            RuntimeError,
+            "get_local_rank() needs mesh_dim on a mesh of 2",
+        ),
         (lambda m: m.get_local_rank("ep"), ValueError, "no axis 'ep'"),
         (lambda m: m.get_group(), RuntimeError, "get_group() needs mesh_dim on a mesh of 2"),
         (lambda m: m.get_group("tp"), RuntimeError, "process groups not initialized!"),
         (lambda m: m.get_all_groups(), RuntimeError, "call mesh.init_backend()"),
         (lambda m: m["tp"].flatten("dp"), ValueError, "'dp' is an axis of the root mesh"),
         (lambda m: m.unflatten("ep", (2, 2), ("a", "b")), ValueError, "no axis 'ep'"),
-        (lambda m: m.unflatten(1, (2, 3), ("a", "b")), ValueError, "multiply to 6, the axis has 4"),
+        (
+            lambda m: m.unflatten(1, (2, 3), ("a", "b")),
+            ValueError,
+            "multiply to 6, the axis has 4",
+        ),
         (lambda m: m.unflatten(1, (2, 2), ("a",)), ValueError, "got 1 names ('a',) for 2 sizes"),
         (lambda m: m.unflatten(1, (2, 2), ("dp", "b")), ValueError, "must be unique"),
         (
@@ -517,7 +529,11 @@ def test_equal_meshes_are_one_key() -> None:
         on_rank(torch.arange(8).flip(0).view(2, 4), ("dp", "tp"), 5),
         on_rank(torch.arange(8).view(2, 4), None, 5),
         DeviceMesh(
-            "cuda", torch.arange(8).view(2, 4), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=5
+            "cuda",
+            torch.arange(8).view(2, 4),
+            mesh_dim_names=("dp", "tp"),
+            _init_backend=False,
+            _rank=5,
         ),
     ]
     assert all(first != other for other in others)
@@ -556,9 +572,14 @@ def test_derived_meshes_equal_torchs(rank: int, shape: tuple[int, int, int]) -> 
                 assert hash(mine) == hash(other)
                 assert mine.get_coordinate() == other.get_coordinate()
                 assert torch.equal(mine.mesh, other.mesh)
-                flat, other_flat = mine._flatten("-".join(choice)), other._flatten("-".join(choice))
+                flat, other_flat = (
+                    mine._flatten("-".join(choice)),
+                    other._flatten("-".join(choice)),
+                )
                 assert torch.equal(flat.mesh, other_flat.mesh)
-                if min(mine.shape) > 1:  # torch 2.12 keeps strides of size-1 axes that mean nothing
+                if (
+                    min(mine.shape) > 1
+                ):  # torch 2.12 keeps strides of size-1 axes that mean nothing
                     assert flat == other_flat
 
 
@@ -609,9 +630,11 @@ def test_the_innermost_mesh_is_current() -> None:
     with outer as entered:
         assert entered is outer
         assert get_current_mesh() is outer
-        with pytest.raises(ZeroDivisionError), inner:
+        with inner:
             assert get_current_mesh() is inner
             assert torch_mesh._mesh_resources.get_current_mesh() is inner
+        assert get_current_mesh() is outer
+        with pytest.raises(ZeroDivisionError), inner:
             _ = 1 / 0
         assert get_current_mesh() is outer
     with pytest.raises(RuntimeError, match="No device mesh is currently active!"):

@@ -13,14 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from hp_mesh import DeviceMesh, ParallelDims, ParallelDimsError, init_device_mesh, unflatten_mesh
 from hp_mesh.groups import registry
 from hp_mesh.parallel_dims import VIEWS
 from hp_mesh.testing import spmd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 degree = st.sampled_from([1, 1, 2, 3, 4])
 
@@ -117,19 +116,26 @@ def test_dp_shard_is_inferred() -> None:
         (
             {"tp": 3, "world_size": 8},
             [
-                "dp_shard=-1 needs dp_replicate(1) * cp(1) * tp(3) * pp(1) = 3 to divide world_size=8; "
-                "nearest: tp=2 or 4"
+                (
+                    "dp_shard=-1 needs dp_replicate(1) * cp(1) * tp(3) * pp(1) = 3 to divide world_size=8; "
+                    "nearest: tp=2 or 4"
+                )
             ],
         ),
         (
             {"dp_shard": 3, "tp": 2, "world_size": 8},
             [
-                "dp_replicate(1) * cp(1) * tp(2) * pp(1) * dp_shard(3) = 6 must be world_size=8; "
-                "dp_shard=4 fits"
+                (
+                    "dp_replicate(1) * cp(1) * tp(2) * pp(1) * dp_shard(3) = 6 must be world_size=8; "
+                    "dp_shard=4 fits"
+                )
             ],
         ),
         ({"dp_shard": 2, "tp": 3, "world_size": 8}, ["must be world_size=8; nearest: tp=2 or 4"]),
-        ({"ep": 3, "world_size": 4}, ["ep(3) must divide dp_shard * cp * tp = 4; nearest ep: 2 or 4"]),
+        (
+            {"ep": 3, "world_size": 4},
+            ["ep(3) must divide dp_shard * cp * tp = 4; nearest ep: 2 or 4"],
+        ),
         ({"etp": 3, "tp": 2, "world_size": 4}, ["etp must be 1 or tp=2, got 3"]),
         (
             {"tp": 2, "etp": 2, "ep": 4, "world_size": 4},
@@ -214,7 +220,9 @@ def test_meshes_by_name() -> None:
 def test_disabled_axes() -> None:
     """get_mesh raises, get_optional_mesh gives None or a size-1 axis, get_activated_mesh drops."""
     dims = flat(tp=2, world_size=2)
-    with pytest.raises(ValueError, match=r"Mesh 'cp' is not available: 'cp' is disabled \(size 1\)"):
+    with pytest.raises(
+        ValueError, match=r"Mesh 'cp' is not available: 'cp' is disabled \(size 1\)"
+    ):
         dims.get_mesh("cp")
     with pytest.raises(ValueError, match="'efsdp', 'ep' are disabled"):
         dims.get_mesh(["efsdp", "ep"])
@@ -275,7 +283,7 @@ def test_views_of_ones_own() -> None:
 
 
 def test_ulysses_splits_context_parallelism() -> None:
-    """cp is ring times ulysses, ulysses inner."""
+    """Cp is ring times ulysses, ulysses inner."""
     dims = flat(cp=8, ulysses_degree=2, world_size=8)
     assert dims.get_mesh(["ring", "ulysses"]).shape == (4, 2)
     assert dims.get_mesh("ulysses").rank_list == (0, 1)
@@ -331,9 +339,7 @@ def test_flags() -> None:
     assert dims.etp_enabled
     assert dims.non_dp_size == dims.non_data_parallel_size == 8
     alone = ParallelDims()
-    assert not any(
-        getattr(alone, name) for name in dir(alone) if name.endswith("_enabled")
-    )
+    assert not any(getattr(alone, name) for name in dir(alone) if name.endswith("_enabled"))
 
 
 def test_models_that_do_not_fit() -> None:
@@ -346,8 +352,10 @@ def test_models_that_do_not_fit() -> None:
         dims.validate_against_model(SimpleNamespace(config=config), seq_len=20)
     assert caught.value.violations == (
         "num_attention_heads=6 must be divisible by tp=4; nearest tp: 3 or 6",
-        "num_key_value_heads=3 must be divisible by tp=4, or divide it (heads are then replicated); "
-        "nearest tp: 3",
+        (
+            "num_key_value_heads=3 must be divisible by tp=4, or divide it (heads are then replicated); "
+            "nearest tp: 3"
+        ),
         "num_experts=12 must be divisible by ep=8; nearest ep: 6 or 12",
         "num_hidden_layers=1 must be at least pp=2",
         "seq_len=20 must be divisible by cp * tp = 8; nearest: 16 or 24",

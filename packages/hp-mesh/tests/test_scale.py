@@ -9,12 +9,11 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
+import hp_mesh
 import pytest
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import hp_mesh
 
 NAMES = ("pp", "dp", "tp")
 
@@ -41,6 +40,7 @@ def seconds(make: Callable[..., torch_mesh.DeviceMesh], shape: tuple[int, int, i
         return time.perf_counter() - start
 
 
+@pytest.mark.slow
 def test_a_large_mesh_takes_less_than_half_of_torchs_time() -> None:
     """4,096 ranks, the same calls, in turns; the 16,384 of the benchmark differ more."""
     shape = (16, 16, 16)

@@ -9,11 +9,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh as torch_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from hp_mesh import DeviceMesh, _torch, axes
 from hp_mesh.testing import spmd
+from torch.distributed import device_mesh as torch_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytestmark = pytest.mark.seam
 
@@ -232,13 +231,23 @@ def test_functional_collectives_are_loaded_on_demand() -> None:
     _torch.load_functional()
     x = torch.ones(2)
     assert _torch.waited(x) is x
-    assert _torch.all_reduce is torch.ops._c10d_functional.all_reduce.default
+    with fake_world(2):
+        assert dist.group.WORLD is not None
+        name = _torch.group_name(dist.group.WORLD)
+        assert _torch.wait_tensor(_torch.all_reduce(x, "sum", name)).shape == x.shape
 
 
 def test_what_torch_compile_reads_is_in_the_instance() -> None:
     """After a look, layout, names and shape are plain entries, where the tracer finds them."""
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "b"), _init_backend=False, _rank=0)
-    for name in ("_layout", "shape", "ndim", "mesh_dim_names", "device_type", "_coordinate_on_dim"):
+    for name in (
+        "_layout",
+        "shape",
+        "ndim",
+        "mesh_dim_names",
+        "device_type",
+        "_coordinate_on_dim",
+    ):
         getattr(mesh, name)
         assert name in mesh.__dict__
     assert not _torch.is_compiling()

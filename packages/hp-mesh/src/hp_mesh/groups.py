@@ -339,9 +339,7 @@ class Meeting:
     def _tell(self, turn: int) -> None:
         """Leave word that we wait here, and for what."""
         ranks = ",".join(map(str, self._ranks))
-        self._store.set(
-            f"hp_mesh/waits/{self._rank}", f"{self._identity}\n{self._label}\n{ranks}"
-        )
+        self._store.set(f"hp_mesh/waits/{self._rank}", f"{self._identity}\n{self._label}\n{ranks}")
         self._store.set(self._key(turn, self._rank), "1")
 
     def _look(self, turn: int, *, out_of_time: bool) -> None:

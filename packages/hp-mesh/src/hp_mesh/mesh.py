@@ -697,9 +697,7 @@ class DeviceMesh(_torch.TorchMesh):
 
     def _name_axis(self, name: str, axis: Axis) -> None:
         """Make *axis* known to this root by *name*, as `flatten` does."""
-        self._flatten_mapping[name] = self._derive(
-            (axis,), (name,), (self._config_of(axis),)
-        )
+        self._flatten_mapping[name] = self._derive((axis,), (name,), (self._config_of(axis),))
 
     def _config_of(self, axis: Axis) -> GroupConfig:
         """Return how the groups of *axis* are made, as the family first heard of it."""
