@@ -214,6 +214,13 @@ def test_all_is_exact(package: Package) -> None:
     assert len(module.__all__) == len(set(module.__all__))
 
 
+def test_a_package_tells_its_version(package: Package) -> None:
+    """`__version__` is public, and is the version of the installed package."""
+    module = importlib.import_module(package.module)
+    assert "__version__" in module.__all__
+    assert module.__version__ == importlib.metadata.version(package.name)
+
+
 def test_a_package_is_typed(package: Package) -> None:
     """A package carries the marker that lets type checkers read its annotations."""
     assert (package.source / "py.typed").is_file()
