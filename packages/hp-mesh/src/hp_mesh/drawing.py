@@ -182,9 +182,9 @@ def _registry_lines() -> list[str]:
     world = _torch.world_group()
     if world is None:
         return ["torch.distributed is not initialized: no process groups."]
-    made = [record for record in registry.records() if len(record.ranks) > 1]
+    made = [r for r in registry.records() if len(r.ranks) > 1 and r.group is not world]
     known = {id(record.group) for record in made}
-    lines = [f"Process groups made by meshes in this process: {len(known)}"]
+    lines = [f"Process groups made by meshes in this process, beside the world: {len(known)}"]
     total = 0
     table = [("made for", "ranks", "backend", "device memory, about")]
     for record in made:
