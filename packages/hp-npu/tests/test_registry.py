@@ -32,6 +32,16 @@ def reference(x: Tensor, scale: float) -> Tensor:
     return x / 2 * scale
 
 
+def fake(x: Tensor, scale: float) -> Tensor:
+    """Give the result's metadata."""
+    return torch.empty_like(x)
+
+
+def constraint(x: Tensor, scale: float) -> str | None:
+    """Refuse integers."""
+    return None if x.is_floating_point() else "x is integer"
+
+
 def no_rule(_call: object) -> Iterator[object]:
     """Answer with nothing."""
     return iter(())
@@ -41,10 +51,10 @@ SPEC = KernelSpec(
     name="half",
     schema="(Tensor x, float scale) -> Tensor",
     reference=reference,
-    fake=lambda x, scale: torch.empty_like(x),
+    fake=fake,
     vendor=VendorOp("hp_npu_vendor::half", ("Tensor", "float"), results=1, since="2.1.0"),
     call_vendor=torch.ops.hp_npu_vendor.half,
-    constraint=lambda x, scale: "x is integer" if not x.is_floating_point() else None,
+    constraint=constraint,
     rule=no_rule,  # type: ignore[arg-type]  # never asked
 )
 

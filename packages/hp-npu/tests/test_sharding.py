@@ -96,8 +96,9 @@ def check_layout(
     x, weight, dy = draw(shape, 1), draw(shape[len(shape) - dims :], 2), draw(shape, 3)
     everywhere: list[Placement] = [Replicate()] * mesh.ndim
     if any(placement.is_partial() for placement in placements):
-        start = distribute_tensor(x, mesh, everywhere).requires_grad_()
-        given = start.redistribute(placements=placements)
+        replica = distribute_tensor(x, mesh, everywhere)
+        start = replica.requires_grad_()
+        given: Tensor = replica.redistribute(placements=placements)
     else:
         start = given = distribute_tensor(x, mesh, placements).requires_grad_()
     scale = distribute_tensor(weight, mesh, everywhere).requires_grad_()

@@ -5,8 +5,8 @@
 - ``kernels``  operators in the ``hp::`` namespace, a reference and a sharding rule each
 - ``errors``   what is refused, and why
 
-Importing this package defines its operators and registers their sharding rules with hp-dtensor; it does not import
-torch_npu. That happens when a device is asked for.
+Importing this package defines its operators and registers their sharding rules with hp-dtensor; it
+does not import torch_npu. That happens when a device is asked for.
 """
 
 from hp_npu._version import __version__

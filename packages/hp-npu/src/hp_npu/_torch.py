@@ -1,6 +1,7 @@
-"""What torch calls private and we use, in one place; each name with the reason why the public surface does not do.
+"""What torch calls private and we use, in one place, each with why nothing public does.
 
-``tests/test_seams.py`` has a test for each, which runs on the oldest and on the newest torch that we support.
+``tests/test_seams.py`` has a test for each, which runs on the oldest and on the newest torch that
+we support.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class Signature:
 # A lookup in C++, which a compiler can't trace; torch leaves the decorator untyped.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def signatures_of(name: str) -> tuple[Signature, ...]:
-    """Return the schemas of all overloads of the operator *name*, such as ``npu::npu_rms_norm``; none if it is unknown.
+    """Return the schemas of all overloads of an operator; none if it is unknown.
 
-    `torch._C._jit_get_schemas_for_operator`: `torch.ops` answers whether a packet exists, but what the packet takes
-    is told nowhere in public. We compare schemas since a vendor's version does not tell which arguments there are.
+    `torch._C._jit_get_schemas_for_operator`: `torch.ops` answers whether a packet exists, but what
+    the packet takes is told nowhere in public. We compare schemas since a vendor's version does
+    not tell which arguments there are.
     """
     return tuple(_signature(schema) for schema in torch._C._jit_get_schemas_for_operator(name))
 

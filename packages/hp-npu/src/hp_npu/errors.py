@@ -1,11 +1,11 @@
 """Every error of this package, in one place.
 
-The rule: an error extends the builtin that a caller of torch_npu catches today, says what is missing, what was given
-and what to do, and carries those facts as attributes. A kernel that is not there is no error by itself: its reference
-runs, unless the caller's policy asked to be told.
+The rule: an error extends the builtin that a caller of torch_npu catches today, says what is
+missing, what was given and what to do, and carries those facts as attributes. A kernel that is not
+there is no error by itself: its reference runs, unless the caller's policy asked to be told.
 
-Not taken: letting the vendor's own errors through. They name a shared library or an operator that the reader has never
-heard of, and not the step that was left out.
+Not taken: letting the vendor's own errors through. They name a shared library or an operator that
+the reader has never heard of, and not the step that was left out.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ def _rebuild_unavailable(message: str, kernel: str, reason: str) -> KernelUnavai
 class KernelArgumentError(NpuError, ValueError, RuntimeError):
     """Arguments that no kernel can take, on any device.
 
-    A `RuntimeError` too, since that is what the same call of a `torch.nn.functional` function raises.
+    A `RuntimeError` too, since that is what the same call of a `torch.nn.functional` function
+    raises.
     """
 
 
 class KernelFallbackWarning(UserWarning):
-    """A call ran its reference; said once per kernel and reason under the policy ``"warn_once"``."""
+    """A call ran its reference; once per kernel and reason, under the policy ``"warn_once"``."""

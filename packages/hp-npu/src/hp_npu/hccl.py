@@ -1,21 +1,23 @@
 """What HCCL can do, as data, and how what it cannot do is done exactly.
 
-The idea: the table says which dtypes each collective takes and which reductions there are. `reduction_route` reads it
-and says, as a value, how a reduction that HCCL lacks is made of ones it has: through another dtype, as real numbers, by
-a division of ours, or by gathering every rank's share and combining here. `all_reduce` and `reduce_scatter` walk a
-route; they are thin, and run on any backend, so that each route is tested against one that has the reduction.
+The idea: the table says which dtypes each collective takes and which reductions there are.
+`reduction_route` reads it and says, as a value, how a reduction that HCCL lacks is made of ones it
+has: through another dtype, as real numbers, by a division of ours, or by gathering every rank's
+share and combining here. `all_reduce` and `reduce_scatter` walk a route; they are thin, and run on
+any backend, so that each route is tested against one that has the reduction.
 
-The rule: a route gives what a backend with that reduction would give, the argument is left as it was, and nothing costs
-more than about twice the bytes unless the caller says ``gather=True``. Where there is no such route the error says what
-to cast to.
+The rule: a route gives what a backend with that reduction would give, the argument is left as it
+was, and nothing costs more than about twice the bytes unless the caller says ``gather=True``.
+Where there is no such route the error says what to cast to.
 
-Traps of HCCL that the routes keep away from: an average is a sum and a division inside the backend, a pre-multiplied
-sum writes to the caller's tensor, bytes and bools are all-reduced and not reduce-scattered.
+Traps of HCCL that the routes keep away from: an average is a sum and a division inside the
+backend, a pre-multiplied sum writes to the caller's tensor, bytes and bools are all-reduced and
+not reduce-scattered.
 
 The design not taken: sending 64-bit floats as 32-bit ones. Numbers would change without a word.
 
-Facts were measured on the front end of torch-npu 2.13; a dtype that it takes and the vendor's pages do not promise
-is `Support.UNDOCUMENTED`.
+Facts were measured on the front end of torch-npu 2.13; a dtype that it takes and the vendor's
+pages do not promise is `Support.UNDOCUMENTED`.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def _capability(more: frozenset[torch.dtype]) -> Capability:
 
 
 HCCL: Capability = _capability(frozenset())
-"""HCCL on Ascend devices up to the 910 family; a send and a receive buffer of 200 MiB per communicator."""
+"""HCCL up to the 910 family; a communicator has a send and a receive buffer of 200 MiB."""
 
 HCCL_ASCEND950: Capability = _capability(frozenset({torch.float64, torch.uint64}))
 """HCCL on Ascend 950 devices, which also reduce float64 and uint64."""
@@ -140,10 +142,10 @@ def capability_of(device_name: str | None) -> Capability:
 
 
 def capabilities() -> tuple[Capability, ...]:
-    """Return the backends of this package: what the entry point in the group ``hp.accelerators`` names.
+    """Return the backends of this package; the entry point in ``hp.accelerators`` names this.
 
-    The table is the one of the current device if that has been started, else the lesser one: neither torch_npu nor a
-    device is started by asking.
+    The table is the one of the current device if that has been started, else the lesser one:
+    neither torch_npu nor a device is started by asking.
 
     Example:
         >>> [capability.name for capability in capabilities()]
@@ -170,7 +172,7 @@ class Route:
     divide: bool = False
     """Whether the result is divided by the number of ranks afterwards."""
     gather: bool = False
-    """Whether every rank's share is gathered and combined here: the group's size times the bytes."""
+    """Whether shares are gathered and combined here, at the group's size times the bytes."""
 
 
 _COMPLEX = MappingProxyType({torch.complex64: torch.float32, torch.complex128: torch.float64})
@@ -213,11 +215,13 @@ def reduction_route(
         collective: one that combines values.
         dtype: of the tensors.
         reduction: how values are combined.
-        gather: whether gathering every rank's share is a way, at the group's size times the bytes and memory.
+        gather: whether gathering every rank's share is a way, at the group's size times the bytes
+            and memory.
         capability: what the backend can do.
 
     Raises:
-        BackendError: (a `ValueError`) if there is no exact way; says what to cast to, or that ``gather=True`` is one.
+        BackendError: (a `ValueError`) if there is no exact way; says what to cast to, or that
+            ``gather=True`` is one.
         ValueError: if *collective* does not combine values.
 
     Example:
@@ -295,7 +299,7 @@ def all_reduce(
     gather: bool = False,
     capability: Capability = HCCL,
 ) -> Tensor:
-    """Return the reduction of every rank's *tensor*, asking the backend only for what *capability* has.
+    """Return the reduction of every rank's *tensor*, by what *capability* has.
 
     Args:
         tensor: of the same shape and dtype on every rank; it is not written to.
@@ -330,8 +334,9 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's piece, along dim 0, of the reduction of every rank's *tensor*.
 
-    Arguments and errors are those of `all_reduce`; the group's size divides dim 0. What is gathered is each rank's piece
-    for each other, so a gather costs no more bytes than the argument has.
+    Arguments and errors are those of `all_reduce`; the group's size divides dim 0. What is
+    gathered is each rank's piece for each other, so a gather costs no more bytes than the argument
+    has.
     """
     route = reduction_route(
         Collective.REDUCE_SCATTER, tensor.dtype, reduction, gather=gather, capability=capability

@@ -1,11 +1,12 @@
 """Whether this process can use an Ascend device, and if not, which step is missing.
 
-The idea: four facts in the order in which an installation fails (installed, imports, sees a device), taken when they
-are asked for and kept. The rule: looking never raises and never happens at import; only `require_npu` raises.
-Nothing here starts the device, so that a process may still fork afterwards.
+The idea: four facts in the order in which an installation fails (installed, imports, sees a
+device), taken when they are asked for and kept. The rule: looking never raises and never happens
+at import; only `require_npu` raises. Nothing here starts the device, so that a process may still
+fork afterwards.
 
-The design not taken: a flag set when this package is imported. It would import torch_npu in programs that never use
-an NPU, and where CANN is not set up that import fails.
+The design not taken: a flag set when this package is imported. It would import torch_npu in
+programs that never use an NPU, and where CANN is not set up that import fails.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class NpuStatus:
     """
 
     version: str | None
-    """Version of the installed torch_npu, ``"unknown"`` if it does not say; None if there is none."""
+    """Version of the installed torch_npu, ``"unknown"`` if it has none; None without torch_npu."""
     failure: str | None
     """What its import raised; None if it imports or is not installed."""
     devices: int
@@ -103,7 +104,7 @@ def require_npu() -> None:
 
 
 def initialised_device_name() -> str | None:
-    """Return the name of the current device if it has been started, else None; imports and starts nothing."""
+    """Return the name of the current device if it has been started; start nothing."""
     if "torch_npu" not in sys.modules:
         return None
     module = torch.get_device_module(DEVICE_TYPE)

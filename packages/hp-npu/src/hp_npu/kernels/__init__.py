@@ -1,4 +1,4 @@
-"""Fused kernels, one file each: an operator in the ``hp::`` namespace with its reference, gradient and sharding rule.
+"""Fused kernels, a file each: an operator of ours, its reference, gradient and sharding rule.
 
 - ``protocol``  what a kernel is made of (`KernelSpec`), and the policies of a call
 - ``registry``  which code a call runs: the vendor's operator or the reference

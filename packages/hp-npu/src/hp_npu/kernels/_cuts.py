@@ -1,4 +1,4 @@
-"""Placements that a sharding rule talks about: the plain cut of a dim, and the strided ones that are there already."""
+"""Placements that a sharding rule talks about: plain cuts, and strided ones that are there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["cuts"]
 def cuts(call: OpCall, dims: Iterable[int]) -> Iterator[Placement]:
     """Yield each way of cutting one of *dims*.
 
-    There are too many `StridedShard` values to list, so only those that an argument of *call* has now are given.
+    There are too many `StridedShard` values to list, so only those that an argument of *call* has
+    now are given.
 
     Example:
         >>> import torch

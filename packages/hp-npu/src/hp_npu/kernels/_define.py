@@ -1,13 +1,14 @@
-"""Make an operator out of a spec: schema, code, metadata, gradient and sharding rule, each where torch looks for it.
+"""Make an operator out of a spec: each part is put where torch and hp-dtensor look for it.
 
-The rule: the operator exists once in a process and runs on every device. Which code it runs is asked of the registry
-for every call, below autograd, so that a compiled graph or a distributed tensor holds one operator of ours and never a
-vendor's.
+The rule: the operator exists once in a process and runs on every device. Which code it runs is
+asked of the registry for every call, below autograd, so that a compiled graph or a distributed
+tensor holds one operator of ours and never a vendor's.
 
-An operator without a gradient raises when it is differentiated; torch itself would only warn, and give no gradient.
+An operator without a gradient raises when it is differentiated; torch itself would only warn, and
+give no gradient.
 
-Not taken: `torch.library.custom_op`. It checks on every call that results share no memory with arguments, which costs
-more than the rest of the call; tests check it instead.
+Not taken: `torch.library.custom_op`. It checks on every call that results share no memory with
+arguments, which costs more than the rest of the call; tests check it instead.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """What a kernel is made of, and what a caller may ask of the registry.
 
-The idea: a kernel is one value, `KernelSpec`: an operator of ours, its reference in plain torch, its metadata, gradient
-and sharding rule, and the vendor's operator that may stand in for the reference. Everything about a kernel is checked
-by types here and tested on a CPU; only the call of the vendor's operator needs a device.
+The idea: a kernel is one value, `KernelSpec`: an operator of ours, its reference in plain torch,
+its metadata, gradient and sharding rule, and the vendor's operator that may stand in for the
+reference. Everything about a kernel is checked by types here and tested on a CPU; only the call of
+the vendor's operator needs a device.
 
-The rule: the vendor's operator is recognised by its schema, never by a version. Arguments are passed by position,
-since the vendor's names differ between its own files.
+The rule: the vendor's operator is recognised by its schema, never by a version. Arguments are
+passed by position, since the vendor's names differ between its own files.
 
-The design not taken: rules and gradients for the vendor's operators themselves. Most have no gradient and do not say
-so, and another package may register rules for them.
+The design not taken: rules and gradients for the vendor's operators themselves. Most have no
+gradient and do not say so, and another package may register rules for them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Policy = Literal["error", "warn_once", "fallback"]
-"""What happens when the vendor's kernel can't take a call: raise, warn once and run the reference, or just run it."""
+"""What happens when the vendor's kernel can't take a call: raise, or run the reference with one
+warning or without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class KernelSpec(Generic[P, R]):
     schema: str
     """Its arguments and results, as `torch.library.define` takes them."""
     reference: Callable[P, R]
-    """The kernel in plain torch, right on any device; its results share no memory with its arguments."""
+    """The kernel in plain torch, for any device; results share no memory with arguments."""
     fake: Callable[P, R]
     """Shapes, strides and dtypes of the results, nothing computed."""
     vendor: VendorOp

@@ -1,12 +1,13 @@
 """Which code a call runs: the vendor's operator where it can take the call, else the reference.
 
-The rule: four questions in order of their price: are the tensors on the vendor's device, can the operator take their
-dtypes and shapes, does the operator exist with the schema that we call, and what does the policy of the call say.
-The third is asked once per operator. A kernel that exists and fails raises its own error: an answer that came from
-somewhere else than the reader believes is worse than none.
+The rule: four questions in order of their price: are the tensors on the vendor's device, can the
+operator take their dtypes and shapes, does the operator exist with the schema that we call, and
+what does the policy of the call say. The third is asked once per operator. A kernel that exists
+and fails raises its own error: an answer that came from somewhere else than the reader believes is
+worse than none.
 
-The design not taken: trying the vendor's operator and catching what it raises. After an asynchronous device has
-failed nothing can be trusted.
+The design not taken: trying the vendor's operator and catching what it raises. After an
+asynchronous device has failed nothing can be trusted.
 """
 
 from __future__ import annotations

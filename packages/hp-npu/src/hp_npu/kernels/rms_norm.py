@@ -1,15 +1,17 @@
-"""RMS norm: ``y = x * rsqrt(mean(x²) + eps) * weight``, the mean over the trailing dims that *weight* has.
+"""RMS norm: ``y = x * rsqrt(mean(x²) + eps) * weight``, the mean over the dims of *weight*.
 
-The rule: arithmetic in 32 bits, or in 64 for 64-bit inputs; one rounding at the end. *y* has the dtype of *x* and each
-gradient that of its input, as `torch.nn.functional.rms_norm` gives them. The reciprocal root ``rstd`` is a second
-result, kept in the arithmetic's dtype, because the backward needs it unrounded; it is not differentiable.
+The rule: arithmetic in 32 bits, or in 64 for 64-bit inputs; one rounding at the end. *y* has the
+dtype of *x* and each gradient that of its input, as `torch.nn.functional.rms_norm` gives them. The
+reciprocal root ``rstd`` is a second result, kept in the arithmetic's dtype, because the backward
+needs it unrounded; it is not differentiable.
 
-Sharding: any dim outside of the normalised ones may be cut, and the weight's gradient is then Partial over that axis.
-A Partial gradient from above is reduced before the backward: both results need the sum, which is one collective instead
-of two.
+Sharding: any dim outside of the normalised ones may be cut, and the weight's gradient is then
+Partial over that axis. A Partial gradient from above is reduced before the backward: both results
+need the sum, which is one collective instead of two.
 
-The vendor's operator takes 16- and 32-bit floats, a weight of the same dtype or of 32 bits, and no empty tensor that
-its documentation would promise; it gives the weight's gradient in 32 bits always.
+The vendor's operator takes 16- and 32-bit floats, a weight of the same dtype or of 32 bits, and no
+empty tensor that its documentation would promise; it gives the weight's gradient in 32 bits
+always.
 """
 
 from __future__ import annotations
@@ -225,24 +227,28 @@ def rms_norm(
 ) -> Tensor:
     """Return ``x * rsqrt(mean(x², last dims) + eps) * weight``.
 
-    The dims that *weight* has are normalised: a weight of shape ``(hidden,)`` normalises the last. Arithmetic is in 32
-    bits (64 for 64-bit inputs), and the vendor's fused kernel runs where the tensors are on an NPU.
+    The dims that *weight* has are normalised: a weight of shape ``(hidden,)`` normalises the last.
+    Arithmetic is in 32 bits (64 for 64-bit inputs), and the vendor's fused kernel runs where the
+    tensors are on an NPU.
 
-    Distributed tensors of any layout are taken: cuts of the outer dims stay, a cut of a normalised dim and a Partial are
-    moved first. The gradient of *weight* sums over cuts of the outer dims by itself.
+    Distributed tensors of any layout are taken: cuts of the outer dims stay, a cut of a normalised
+    dim and a Partial are moved first. The gradient of *weight* sums over cuts of the outer dims by
+    itself.
 
     Args:
         x: shape ``(*outer, *normalised)``, any floating dtype.
         weight: shape ``normalised``, any floating dtype.
-        eps: added to the mean square. `torch.nn.functional.rms_norm` defaults to the dtype's epsilon, the vendor to
-            this.
-        policy: what to do when the vendor's kernel can't run: ``"error"``, ``"warn_once"`` or ``"fallback"``.
+        eps: added to the mean square. `torch.nn.functional.rms_norm` defaults to the dtype's
+            epsilon, the vendor to this.
+        policy: what to do when the vendor's kernel can't run: ``"error"``, ``"warn_once"`` or
+            ``"fallback"``.
 
     Returns:
         Shape, dtype and layout of *x*, contiguous.
 
     Raises:
-        KernelArgumentError: if a dtype is not floating or the weight's shape is not that of the last dims of *x*.
+        KernelArgumentError: if a dtype is not floating or the weight's shape is not that of the
+            last dims of *x*.
         KernelUnavailableError: if *policy* is ``"error"`` and the vendor's kernel can't run.
 
     Example:
