@@ -22,10 +22,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hp_dtensor import CommDebugMode, clip_grad_norm_
+from hp_dtensor import CommDebugMode, Replicate, Shard, clip_grad_norm_
 from hp_loss import loss_parallel
 from hp_mesh import DeviceMesh, init_device_mesh
-from hp_tp import llama_plan, parallelize_module
+from hp_tp import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from llama import SIZES, Llama, LlamaConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -113,9 +120,32 @@ def train_alone(config: LlamaConfig, steps: int, text: Tensor, device: torch.dev
     return Run(losses, norms, parameter_bytes(model), 0, 0)
 
 
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """What each module does on axis ``tp``.
+
+    Between blocks the residual stream is cut along the sequence. A block gathers it once, computes on its share of the
+    heads or hidden features, and scatters what it adds back. The logits stay cut along the vocabulary.
+    """
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    gather_first = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": gather_first,
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": gather,
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+
+
 def parallelize(model: Llama, mesh: DeviceMesh) -> None:
     """Tensor parallel on ``tp``, then FSDP2 on ``dp``, block by block."""
-    parallelize_module(model, mesh["tp"], llama_plan(model, sequence_parallel=True, loss_parallel=True))
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan())
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])

@@ -27,9 +27,6 @@ from hp_dtensor.errors import LayoutError
 if TYPE_CHECKING:
     from hp_dtensor.placements import Placement
 
-Key = tuple[object, ...]
-
-
 class Spec:
     """One distributed tensor, described; make it with :func:`make_spec`, never directly."""
 
@@ -155,7 +152,27 @@ class Spec:
         return f"Spec({tuple(self.shape)}, {self.dtype}, {self.placements}, mesh {tuple(self.mesh.shape)})"
 
 
-_specs: weakref.WeakValueDictionary[Key, Spec] = weakref.WeakValueDictionary()
+class _Facts:
+    """What makes a spec, with its hash taken once.
+
+    The table forgets an entry when its spec dies, which looks the key up again; that may be at the interpreter's end, when
+    torch's placements cannot be hashed any more.
+    """
+
+    __slots__ = ("facts", "number")
+
+    def __init__(self, facts: tuple[object, ...]) -> None:
+        self.facts = facts
+        self.number = hash(facts)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Facts) and self.facts == other.facts)
+
+
+_specs: weakref.WeakValueDictionary[_Facts, Spec] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
@@ -181,7 +198,7 @@ def make_spec(
     """The one description of these facts; *placements* must be normalised already."""
     if any(type(number) is not int for number in (*shape, *stride)):
         return Spec(mesh, placements, TensorMeta(torch.Size(shape), tuple(stride), dtype), copied_view=copied_view)
-    key = (mesh, placements, tuple(shape), tuple(stride), dtype, copied_view)
+    key = _Facts((mesh, placements, tuple(shape), tuple(stride), dtype, copied_view))
     found = _specs.get(key)
     if found is None:
         with _lock:
