@@ -1198,6 +1198,392 @@ def attention_backward() -> Iterable[Sample]:
     return found
 
 
+# --- images, matrices and signals in batches --------------------------------------------------
+
+PLANES = {1: (4, 5, 6), 2: (4, 5, 6, 6), 3: (4, 5, 6, 6, 6)}
+
+
+def _planes(space: int) -> torch.Tensor:
+    return draw(PLANES[space])[0]
+
+
+for _space in (1, 2, 3):
+
+    def _pads(space: int = _space) -> Iterable[Sample]:
+        return [s(_planes(space), [1, 2] * space), s(_planes(space)[0], [1, 1] * space)]
+
+    def _pads_backward(space: int = _space) -> Iterable[Sample]:
+        shape = PLANES[space]
+        wide = (*shape[:2], *(size + 3 for size in shape[2:]))
+        return [s(draw(wide)[0], _planes(space), [1, 2] * space)]
+
+    for _kind in ("reflection", "replication"):
+        SAMPLES[f"{_kind}_pad{_space}d.default"] = _pads
+        SAMPLES[f"{_kind}_pad{_space}d_backward.default"] = _pads_backward
+
+for _space in (2, 3):
+
+    def _max_pool(space: int = _space) -> Iterable[Sample]:
+        return [s(_planes(space), [2] * space), s(_planes(space)[0], [2] * space, [1] * space)]
+
+    def _max_pool_backward(space: int = _space) -> Iterable[Sample]:
+        two, none, one = [2] * space, [0] * space, [1] * space
+        forward = getattr(aten, f"max_pool{space}d_with_indices")
+        out, index = forward(_planes(space), two, two)
+        return [s(out + 1, _planes(space), two, two, none, one, False, index)]
+
+    def _avg_pool(space: int = _space) -> Iterable[Sample]:
+        return [s(_planes(space), [2] * space), s(_planes(space)[0], [3] * space, [2] * space)]
+
+    def _avg_pool_backward(space: int = _space) -> Iterable[Sample]:
+        two, none = [2] * space, [0] * space
+        out = getattr(aten, f"avg_pool{space}d")(_planes(space), two)
+        return [s(out, _planes(space), two, two, none, False, True, None)]
+
+    def _adaptive(space: int = _space) -> Iterable[Sample]:
+        return [s(_planes(space), [3] * space), s(_planes(space)[0], [2] * space)]
+
+    def _adaptive_avg_backward(space: int = _space) -> Iterable[Sample]:
+        return [s(draw((*PLANES[space][:2], *[3] * space))[0], _planes(space))]
+
+    def _adaptive_max_backward(space: int = _space) -> Iterable[Sample]:
+        out, index = getattr(aten, f"adaptive_max_pool{space}d")(_planes(space), [3] * space)
+        return [s(out + 1, _planes(space), index)]
+
+    def _unpool(space: int = _space) -> Iterable[Sample]:
+        out, index = getattr(aten, f"max_pool{space}d_with_indices")(_planes(space), [2] * space)
+        static = [[6] * space] if space == 2 else [[6] * space, [2] * space, [0] * space]
+        return [s(out, index, *static)]
+
+    def _fractional_backward(space: int = _space) -> Iterable[Sample]:
+        where = torch.rand((*PLANES[space][:2], space), dtype=torch.float64)
+        forward = getattr(aten, f"fractional_max_pool{space}d")
+        out, index = forward(_planes(space), [2] * space, [3] * space, where)
+        return [s(out + 1, _planes(space), [2] * space, [3] * space, index)]
+
+    SAMPLES |= {
+        f"max_pool{_space}d_with_indices.default": _max_pool,
+        f"max_pool{_space}d_with_indices_backward.default": _max_pool_backward,
+        f"avg_pool{_space}d.default": _avg_pool,
+        f"avg_pool{_space}d_backward.default": _avg_pool_backward,
+        f"_adaptive_avg_pool{_space}d.default": _adaptive,
+        f"_adaptive_avg_pool{_space}d_backward.default": _adaptive_avg_backward,
+        f"adaptive_max_pool{_space}d.default": _adaptive,
+        f"adaptive_max_pool{_space}d_backward.default": _adaptive_max_backward,
+        f"max_unpool{_space}d.default": _unpool,
+        f"fractional_max_pool{_space}d_backward.default": _fractional_backward,
+    }
+
+
+@samples("adaptive_max_pool1d.default", "adaptive_avg_pool1d.default")
+def adaptive_1d() -> Iterable[Sample]:
+    return [s(_planes(1), [3])]
+
+
+@samples("avg_pool1d.default", "max_pool1d_with_indices.default")
+def pool_1d() -> Iterable[Sample]:
+    return [s(_planes(1), [2])]
+
+
+def _resized(space: int, *static: object) -> Make:
+    return lambda: [s(_planes(space), [8] * space, *static)]
+
+
+def _resized_backward(space: int, *static: object) -> Make:
+    grad = (*PLANES[space][:2], *[8] * space)
+    return lambda: [s(draw(grad)[0], [8] * space, list(PLANES[space]), *static)]
+
+
+for _space, _names, _static in (
+    (1, ("upsample_nearest1d", "_upsample_nearest_exact1d"), ()),
+    (1, ("upsample_linear1d",), (True,)),
+    (2, ("upsample_nearest2d", "_upsample_nearest_exact2d"), ()),
+    (
+        2,
+        (
+            *("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"),
+            *("_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+        ),
+        (False,),
+    ),
+    (3, ("upsample_nearest3d", "_upsample_nearest_exact3d"), ()),
+    (3, ("upsample_trilinear3d",), (False,)),
+):
+    for _one in _names:
+        SAMPLES[f"{_one}.default"] = _resized(_space, *_static)
+        SAMPLES[f"{_one}_backward.default"] = _resized_backward(_space, *_static)
+
+
+@samples("pixel_shuffle.default", "channel_shuffle.default")
+def shuffled() -> Iterable[Sample]:
+    return [s(draw((5, 8, 3, 2))[0], 2)]
+
+
+@samples("pixel_unshuffle.default")
+def unshuffled() -> Iterable[Sample]:
+    return [s(draw((5, 2, 4, 2))[0], 2), s(draw((3, 5, 2, 4, 2))[0], 2)]
+
+
+@samples("im2col.default")
+def im2col() -> Iterable[Sample]:
+    return [s(_planes(2), [2, 2], [1, 1], [0, 0], [1, 1])]
+
+
+@samples("col2im.default")
+def col2im() -> Iterable[Sample]:
+    return [s(draw((5, 8, 9))[0], [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])]
+
+
+@samples("grid_sampler_2d.default")
+def grid_2d() -> Iterable[Sample]:
+    return [s(_planes(2), draw((4, 3, 2, 2))[0], 0, 0, False)]
+
+
+@samples("grid_sampler_2d_backward.default")
+def grid_2d_backward() -> Iterable[Sample]:
+    static = (0, 0, False, [True, True])
+    return [s(draw((4, 5, 3, 2))[0], _planes(2), draw((4, 3, 2, 2))[0], *static)]
+
+
+@samples("grid_sampler_3d.default")
+def grid_3d() -> Iterable[Sample]:
+    return [s(_planes(3), draw((4, 3, 2, 2, 3))[0], 0, 0, False)]
+
+
+@samples("grid_sampler_3d_backward.default")
+def grid_3d_backward() -> Iterable[Sample]:
+    static = (0, 0, False, [True, False])
+    return [s(draw((4, 5, 3, 2, 2))[0], _planes(3), draw((4, 3, 2, 2, 3))[0], *static)]
+
+
+@samples("affine_grid_generator.default")
+def affine_grid() -> Iterable[Sample]:
+    return [s(draw((5, 2, 3))[0], [5, 3, 4, 2], False)]
+
+
+def _square(*batch: int) -> torch.Tensor:
+    """Positive definite matrices, so that every factorisation exists."""
+    (x,) = draw((*batch, 3, 3))
+    return x @ x.mT + 3 * torch.eye(3, dtype=torch.float64)
+
+
+@samples(
+    *("linalg_inv_ex.default", "_linalg_det.default", "_linalg_slogdet.default"),
+    *("linalg_cholesky_ex.default", "linalg_qr.default", "_linalg_svd.default"),
+    *("_linalg_eigh.default", "linalg_eig.default", "_linalg_eigvals.default"),
+    *("linalg_lu.default", "linalg_lu_factor_ex.default", "linalg_matrix_exp.default"),
+    *("cholesky_inverse.default", "linalg_ldl_factor_ex.default", "geqrf.default"),
+    *("linalg_eigvals.default",),
+)
+def matrices() -> Iterable[Sample]:
+    return [s(_square(5)), s(_square(2, 3)), s(_square())]
+
+
+@samples("linalg_polar.default", "linalg_matrix_sqrth.default")
+def newer_matrices() -> Iterable[Sample]:
+    return [s(_square(5))]
+
+
+@samples("linalg_lu_solve.default")
+def lu_solve() -> Iterable[Sample]:
+    lu, pivots, _ = aten.linalg_lu_factor_ex(_square(5))
+    return [s(lu, pivots, draw((5, 3, 2))[0])]
+
+
+@samples("lu_unpack.default")
+def lu_unpack() -> Iterable[Sample]:
+    lu, pivots, _ = aten.linalg_lu_factor_ex(_square(5))
+    return [s(lu, pivots)]
+
+
+@samples("linalg_ldl_solve.default")
+def ldl_solve() -> Iterable[Sample]:
+    factor, pivots, _ = aten.linalg_ldl_factor_ex(_square(5))
+    return [s(factor, pivots, draw((5, 3, 2))[0])]
+
+
+@samples("cholesky_solve.default", "triangular_solve.default")
+def right_sides_first() -> Iterable[Sample]:
+    return [s(draw((5, 3, 2))[0], _square(5))]
+
+
+@samples("_cholesky_solve_helper.default")
+def cholesky_helper() -> Iterable[Sample]:
+    return [s(draw((5, 3, 2))[0], _square(5), False)]
+
+
+@samples("_linalg_solve_ex.default")
+def solve() -> Iterable[Sample]:
+    return [s(_square(5), draw((5, 3, 2))[0]), s(_square(5), draw((5, 3))[0])]
+
+
+@samples("linalg_solve_triangular.default")
+def solve_triangular() -> Iterable[Sample]:
+    return [s(_square(5), draw((5, 3, 2))[0], upper=True)]
+
+
+@samples("linalg_householder_product.default")
+def householder() -> Iterable[Sample]:
+    return [s(*draw((5, 3, 3), (5, 3)))]
+
+
+@samples("ormqr.default")
+def ormqr() -> Iterable[Sample]:
+    return [s(*draw((5, 3, 3), (5, 3), (5, 3, 2)))]
+
+
+@samples("linalg_cross.default")
+def cross() -> Iterable[Sample]:
+    return [s(*draw((5, 3), (5, 3))), s(*draw((3, 5), (3, 1)), dim=0)]
+
+
+@samples("_cdist_forward.default")
+def cdist() -> Iterable[Sample]:
+    return [s(*draw((2, 5, 3), (2, 4, 3)), 2.0, None), s(*draw((5, 3), (4, 3)), 1.0, None)]
+
+
+@samples("_euclidean_dist.default")
+def euclidean() -> Iterable[Sample]:
+    return [s(*draw((5, 3), (4, 3)))]
+
+
+@samples("diag_embed.default")
+def diag_embed() -> Iterable[Sample]:
+    return [s(A), s(A, 1, 0, 2)]
+
+
+@samples("_fft_c2c.default")
+def fft_c2c() -> Iterable[Sample]:
+    (x,) = draw((5, 4, 3), dtype=torch.complex128)
+    return [s(x, [1], 0, True), s(x, [0, 2], 1, False)]
+
+
+@samples("_fft_r2c.default")
+def fft_r2c() -> Iterable[Sample]:
+    return [s(CUBE, [1], 0, True), s(CUBE, [1, 2], 0, False)]
+
+
+@samples("_fft_c2r.default")
+def fft_c2r() -> Iterable[Sample]:
+    (x,) = draw((5, 4, 3), dtype=torch.complex128)
+    return [s(x, [1], 0, 6)]
+
+
+@samples("histc.default")
+def histc() -> Iterable[Sample]:
+    return [s(A, 7, -2, 2), s(A, 7)]
+
+
+@samples("take.default")
+def take() -> Iterable[Sample]:
+    return [s(A, ints((3, 5), high=20)[0])]
+
+
+@samples("isin.Tensor_Scalar")
+def isin_number() -> Iterable[Sample]:
+    return [s(INT, 3)]
+
+
+@samples("_weight_norm_interface.default")
+def weight_norm() -> Iterable[Sample]:
+    return [s(*draw((5, 4), (5, 1))), s(*draw((5, 4), (1, 4)), 1)]
+
+
+@samples("_weight_norm_interface_backward.default")
+def weight_norm_backward() -> Iterable[Sample]:
+    v, g = draw((5, 4), (5, 1))
+    _, norms = aten._weight_norm_interface(v, g, 0)
+    return [s(v + 1, v, g, norms, 0)]
+
+
+@samples("native_batch_norm.default", "_native_batch_norm_legit_functional.default")
+def batch_norm() -> Iterable[Sample]:
+    x, w, b, mean = draw((5, 4, 3), (4,), (4,), (4,))
+    (var,) = positive((4,))
+    return [
+        s(x, w, b, mean, var, False, 0.1, 1e-5),
+        s(x, w, b, mean.clone(), var.clone(), True, 0.1, 1e-5),
+    ]
+
+
+@samples("_native_batch_norm_legit.default")
+def batch_norm_written() -> Iterable[Sample]:
+    return list(batch_norm())[1:]
+
+
+@samples("_native_batch_norm_legit.no_stats")
+def batch_norm_no_stats() -> Iterable[Sample]:
+    return [s(*draw((5, 4, 3), (4,), (4,)), True, 0.1, 1e-5)]
+
+
+@samples("_native_batch_norm_legit_no_training.default")
+def batch_norm_no_training() -> Iterable[Sample]:
+    x, w, b, mean = draw((5, 4, 3), (4,), (4,), (4,))
+    return [s(x, w, b, mean, positive((4,))[0], 0.1, 1e-5)]
+
+
+@samples("native_batch_norm_backward.default")
+def batch_norm_backward() -> Iterable[Sample]:
+    x, g, w, mean = draw((5, 4, 3), (5, 4, 3), (4,), (4,))
+    (var,) = positive((4,))
+    _, saved, inverse = aten.native_batch_norm(x, w, None, None, None, True, 0.1, 1e-5)
+    mask = [True, True, True]
+    return [
+        s(g, x, w, None, None, saved, inverse, True, 1e-5, mask),
+        s(g, x, w, mean, var, saved, inverse, False, 1e-5, mask),
+    ]
+
+
+@samples("_grouped_mm.default")
+def grouped_mm() -> Iterable[Sample]:
+    kind = torch.float32
+    offsets = torch.tensor([4, 9], dtype=torch.int32)
+    return [
+        s(*draw((9, 32), (2, 32, 16), dtype=kind), offsets),
+        s(*draw((2, 5, 32), (2, 32, 16), dtype=kind)),
+    ]
+
+
+# --- convolutions -----------------------------------------------------------------------------
+
+
+def _convolutions() -> list[Sample]:
+    """One plain, one strided, one transposed, one in groups, one depthwise, one with a bias."""
+    one, none, two = [1, 1], [0, 0], [2, 2]
+    x, w, b, v, g, d = draw(
+        (5, 4, 6, 6), (6, 4, 3, 3), (6,), (4, 6, 3, 3), (8, 1, 3, 3), (4, 1, 3, 3)
+    )
+    return [
+        s(x, w, None, one, none, one, False, none, 1),
+        s(x, w, b, two, one, one, False, none, 1),
+        s(x, v, b, two, one, one, True, none, 1),
+        s(x, g, None, one, one, one, False, none, 4),
+        s(x, d, None, one, one, one, False, none, 4),
+        s(x, draw((4, 2, 3, 3))[0], None, one, none, one, True, none, 4),
+    ]
+
+
+@samples("convolution.default")
+def convolution() -> Iterable[Sample]:
+    return _convolutions()
+
+
+@samples("_convolution.default")
+def convolution_with_flags() -> Iterable[Sample]:
+    return [s(*given.args, False, False, False, False) for given in _convolutions()]
+
+
+@samples("convolution_backward.default")
+def convolution_backward() -> Iterable[Sample]:
+    found = []
+    for given in _convolutions():
+        x, w, b, *static = given.args
+        grad = aten.convolution(*given.args)
+        sizes = None if b is None else [b.numel()]
+        found.append(s(grad, x, w, sizes, *static, [True, True, b is not None]))
+    return found
+
+
 # --- what is not run --------------------------------------------------------------------------
 
 # Name or beginning of a name, and why brute force on a CPU cannot run it.

@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 FAMILIES = (
-    *("attention", "concatenate", "embedding", "factory", "indexing", "loss", "matmul"),
+    *("attention", "batch", "concatenate", "convolution", "embedding", "factory", "indexing"),
+    *("loss", "matmul"),
     *("norm", "ordering", "pointwise", "reduction", "softmax", "view"),
 )
 

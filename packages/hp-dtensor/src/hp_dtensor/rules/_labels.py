@@ -18,7 +18,15 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.rules._registry import OpCall, Strategy, TensorMeta
 
-__all__ = ["Dims", "broadcast_dims", "broadcast_shape", "label_strategies", "own_dims", "shard"]
+__all__ = [
+    "Dims",
+    "broadcast_dims",
+    "broadcast_shape",
+    "fills",
+    "label_strategies",
+    "own_dims",
+    "shard",
+]
 
 Label = Hashable
 Dims = Sequence[Label | None]
@@ -75,6 +83,7 @@ def label_strategies(
     labels: Iterable[Label] | None = None,
     reduce: str | None = "sum",
     addends: Collection[int] = (),
+    empty: bool = True,
 ) -> Iterator[Strategy]:
     """Yield a strategy for each label that may be cut.
 
@@ -88,6 +97,7 @@ def label_strategies(
         reduce: How pieces of a result that lacks the label combine; None if they do not.
         addends: Positions of inputs that are added to a result: a Partial result takes them as
             Partial too, so that they count once.
+        empty: False if the operator cannot run on a piece without elements.
     """
     if labels is None:
         named = [dims for dims in (*outputs, *inputs) if not isinstance(dims, Placement)]
@@ -99,11 +109,23 @@ def label_strategies(
         if size is None:
             continue
         for split_factor in (1, *_hinted(call, inputs, label)):
+            if not empty and not fills(-(-size // split_factor), call.axis_size):
+                continue
             strategy = _cut(
                 call, inputs, outputs, label, size, split_factor, reduce, frozenset(addends)
             )
             if strategy is not None:
                 yield strategy
+
+
+def fills(size: int, axis_size: int) -> bool:
+    """Whether cutting *size* indices as ``torch.chunk`` does gives every coordinate some.
+
+    Example:
+        >>> fills(5, 3), fills(5, 4), fills(2, 3)
+        (True, False, False)
+    """
+    return size > -(-size // axis_size) * (axis_size - 1)
 
 
 def _size(call: OpCall, inputs: Sequence[Dims], label: Label) -> int | None:

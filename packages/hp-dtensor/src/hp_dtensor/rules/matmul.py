@@ -149,5 +149,38 @@ def _product_dims(left: TensorMeta, right: TensorMeta) -> Dims:
     return [*batch, *rows, *columns]
 
 
+# Labels of both factors and the result by their numbers of dims, and which may be cut: offsets
+# cut a dim into groups, which stays whole.
+_GROUPED = {
+    (2, 3): (" k", "gkj", " j", "jk"),
+    (3, 2): ("gik", "k ", "i ", "ik"),
+    (2, 2): ("i ", " j", "gij", "ij"),
+    (3, 3): ("gik", "gkj", "gij", "gijk"),
+}
+
+
+def _grouped(call: OpCall) -> Iterator[Strategy]:
+    """``_grouped_mm(self, mat2, offs, bias, out_dtype)``, whose rows must be aligned to 16 bytes."""
+    left, right = call.tensors[0], call.tensors[1]
+    form = _GROUPED.get((len(left.shape), len(right.shape)))
+    if form is None or call.arg(3, "bias") is not None:
+        return
+    first, second, result, labels = form
+    sizes = dict(zip(first + second, left.shape + right.shape, strict=True))
+    unit = 16 // left.dtype.itemsize * call.axis_size
+
+    def dims(names: str) -> Dims:
+        return [None if name == " " else name for name in names]
+
+    yield from label_strategies(
+        call,
+        [dims(first), dims(second), *([None] for _ in call.tensors[2:])],
+        [dims(result)],
+        labels=[name for name in labels if name in "gi" or not sizes[name] % unit],
+        empty=False,
+    )
+
+
+register_rule(aten_ops("_grouped_mm.default"), _grouped, linear=FACTORS)
 register_rule(aten_ops("linear"), _linear, linear=_linear_groups)
 register_rule(aten_ops("matmul"), _matmul, linear=FACTORS)

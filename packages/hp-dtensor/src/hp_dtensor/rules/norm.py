@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hp_dtensor.placements import Placement, Shard
+from hp_dtensor.placements import Placement, Replicate, Shard
 from hp_dtensor.rules._labels import Dims, label_strategies
 from hp_dtensor.rules._registry import (
     LocalCall,
@@ -127,6 +127,49 @@ def _group_norm_local(sizes: int) -> Callable[[LocalCall], Callable[..., object]
 
     return localize
 
+
+# --- batch norm -------------------------------------------------------------------------------
+
+
+def _batch_norm(training: int | None, *, gradients: bool = False) -> Rule:
+    """Cut the channels; the batch too where its statistics are not taken.
+
+    *training* is the position of the flag that says whether they are; None if they never are.
+    """
+
+    def rule(call: OpCall) -> Iterator[Strategy]:
+        batch = training is None or not call.arg(training)
+        yield from label_strategies(
+            call,
+            [_per_channel(meta) for meta in call.tensors],
+            [
+                None if meta is None else _per_channel(meta) if meta.numel else Replicate()
+                for meta in call.outputs
+            ],
+            labels=["n", "c"] if batch else ["c"],
+            reduce="sum" if gradients else None,
+            empty=False,
+        )
+
+    return rule
+
+
+def _per_channel(meta: TensorMeta) -> Dims:
+    if len(meta.shape) < 2:
+        return ["c"] * len(meta.shape)
+    return ["n", "c", *[None] * (len(meta.shape) - 2)]
+
+
+register_rule(
+    aten_ops(
+        *("native_batch_norm.default", "_native_batch_norm_legit.default"),
+        "_native_batch_norm_legit_functional.default",
+    ),
+    _batch_norm(5),
+)
+register_rule(aten_ops("_native_batch_norm_legit.no_stats"), _batch_norm(3))
+register_rule(aten_ops("_native_batch_norm_legit_no_training.default"), _batch_norm(None))
+register_rule(aten_ops("native_batch_norm_backward.default"), _batch_norm(7, gradients=True))
 
 register_rule(aten_ops("native_layer_norm.default", "_fused_rms_norm.default"), _layer_norm)
 register_rule(aten_ops("native_layer_norm_backward.default"), _layer_norm_backward(2))

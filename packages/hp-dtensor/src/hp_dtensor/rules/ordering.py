@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hp_dtensor.rules._labels import broadcast_dims, label_strategies
 from hp_dtensor.rules._registry import OpCall, Rule, Strategy, aten_ops, register_rule
-from hp_dtensor.rules.pointwise import keep_partial, linear_in
+from hp_dtensor.rules.pointwise import elementwise, keep_partial, linear_in
 from hp_dtensor.rules.softmax import along
 
 __all__: list[str] = []
@@ -112,4 +112,5 @@ register_rule(aten_ops("repeat"), _repeated)
 register_rule(aten_ops("searchsorted.Tensor"), _searchsorted)
 register_rule(aten_ops("bucketize.Tensor"), _against_whole(0))
 register_rule(aten_ops("isin.Tensor_Tensor"), _against_whole(0))
+register_rule(aten_ops("isin.Tensor_Scalar"), elementwise)
 register_rule(aten_ops("constant_pad_nd.default"), _pad, linear=_linear_padding)
