@@ -457,16 +457,15 @@ class DeviceMesh(_torch.TorchMesh):
         return f"{dist.get_backend(group)}, named {_torch.group_name(group)}"
 
     def describe(self) -> str:
-        r"""Return the axes, the grid of ranks and the process groups as text; makes no group.
+        """Return the axes, the grid of ranks and the process groups as text; makes no group.
 
         Example:
             >>> from hp_mesh import DeviceMesh
-            >>> print(
-            ...     DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False, _rank=0)
-            ...     .describe()
-            ...     .split("\\n")[0]
+            >>> mesh = DeviceMesh(
+            ...     "cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False, _rank=0
             ... )
-            DeviceMesh((tp=2), 'cpu', stride=(1,))
+            >>> mesh.describe().splitlines()[0]
+            "DeviceMesh((tp=2), 'cpu', stride=(1,))"
         """
         return describe(self)
 
