@@ -53,6 +53,7 @@ class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm with our kernel; one weight for each feature."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """*x* with each token's features scaled to mean square one, times the weight."""
         return rms_norm(x, self.weight, 1e-6 if self.eps is None else self.eps)
 
 
@@ -82,6 +83,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """*x*, ``[batch, length, dim]``, after attention; *table* from :func:`rotary_table`."""
         q, k, v = (self.heads_of(projected) for projected in (self.wq(x), self.wk(x), self.wv(x)))
         q, k = rotate(q, table), rotate(k, table)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -102,6 +104,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """*x*, ``[batch, length, dim]``, after the network."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -116,6 +119,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """*x*, ``[batch, length, dim]``, after the block."""
         x = x + self.attention(self.attention_norm(x), table)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -138,6 +142,7 @@ class Llama(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of *tokens*."""
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, self.table)

@@ -74,13 +74,17 @@ def corpus(limit: int = 4_000_000) -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8).long()
 
 
-def batches(text: Tensor, steps: int, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    text: Tensor, steps: int, length: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
     """The whole batch of each step, ``[BATCH, length]`` inputs and targets, the same on every rank."""
     generator = torch.Generator().manual_seed(SEED)
     out = []
     for _ in range(steps):
         starts = torch.randint(len(text) - length - 1, (BATCH,), generator=generator)
-        rows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).to(device)
+        rows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).to(
+            device
+        )
         out.append((rows[:, :-1], rows[:, 1:].contiguous()))
     return out
 
@@ -102,7 +106,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), foreach=True)
 
 
-def train_alone(config: LlamaConfig, steps: int, text: Tensor, device: torch.device, console: Console) -> Run:
+def train_alone(
+    config: LlamaConfig, steps: int, text: Tensor, device: torch.device, console: Console
+) -> Run:
     """The run that everything is compared with: one process, nothing distributed."""
     model = build(config, device)
     optimizer = optimizer_of(model)
@@ -127,7 +133,9 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
     heads or hidden features, and scatters what it adds back. The logits stay cut along the vocabulary.
     """
     gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    gather_first = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+    gather_first = PrepareModuleInput(
+        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+    )
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
@@ -139,7 +147,9 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
         "layers.*.feed_forward.w[13]": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
     }
 
 
@@ -152,7 +162,12 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> None:
 
 
 def train_on_mesh(
-    config: LlamaConfig, steps: int, text: Tensor, mesh: DeviceMesh, device: torch.device, console: Console
+    config: LlamaConfig,
+    steps: int,
+    text: Tensor,
+    mesh: DeviceMesh,
+    device: torch.device,
+    console: Console,
 ) -> Run:
     """The same run on a mesh."""
     model = build(config, device)
@@ -162,7 +177,9 @@ def train_on_mesh(
     losses, norms = [], []
     comm = CommDebugMode()
     with bar(console) as progress:
-        task = progress.add_task(f"mesh {dict(zip(('dp', 'tp'), mesh.shape, strict=True))}", total=steps, loss=math.nan)
+        task = progress.add_task(
+            f"mesh {dict(zip(('dp', 'tp'), mesh.shape, strict=True))}", total=steps, loss=math.nan
+        )
         for step, (inputs, targets) in enumerate(batches(text, steps, config.length, device)):
             mine = slice(data.get_local_rank(), None, data.size())
             watch = comm if step == steps - 1 else CommDebugMode()
@@ -178,7 +195,9 @@ def train_on_mesh(
             dist.all_reduce(mean, group=data.get_group())
             losses.append(mean.item() / data.size())
             progress.update(task, advance=1, loss=losses[-1])
-    return Run(losses, norms, parameter_bytes(model), comm.get_total_counts(), comm.get_total_bytes())
+    return Run(
+        losses, norms, parameter_bytes(model), comm.get_total_counts(), comm.get_total_bytes()
+    )
 
 
 def bar(console: Console) -> Progress:
@@ -202,13 +221,25 @@ def report(mesh_run: Run, alone: Run, gathered: list[int], out: Path, console: C
     """Print the comparison, draw the curves, and say whether the runs agree."""
     steps = len(alone.losses)
     table = Table(title="A mesh against one process")
-    for column in ("step", "loss, mesh", "loss, one process", "relative difference", "gradient norm, mesh", "one process"):
+    for column in (
+        "step",
+        "loss, mesh",
+        "loss, one process",
+        "relative difference",
+        "gradient norm, mesh",
+        "one process",
+    ):
         table.add_column(column, justify="right")
     shown = sorted({0, *range(0, steps, max(1, steps // 8)), steps - 1})
     for step in shown:
         a, b = mesh_run.losses[step], alone.losses[step]
         table.add_row(
-            str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b) / b:.1e}", f"{mesh_run.norms[step]:.5f}", f"{alone.norms[step]:.5f}"
+            str(step),
+            f"{a:.6f}",
+            f"{b:.6f}",
+            f"{abs(a - b) / b:.1e}",
+            f"{mesh_run.norms[step]:.5f}",
+            f"{alone.norms[step]:.5f}",
         )
     console.print(table)
     facts = Table(title="What it takes", show_header=False)
@@ -230,12 +261,12 @@ def report(mesh_run: Run, alone: Run, gathered: list[int], out: Path, console: C
 
 def draw(mesh_run: Run, alone: Run, out: Path) -> None:
     """The two loss curves as a PNG."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(alone.losses, linewidth=4, alpha=0.35, label="one process")
     axes.plot(mesh_run.losses, linewidth=1.2, label="mesh")
     axes.set_xlabel("step")
@@ -243,17 +274,23 @@ def draw(mesh_run: Run, alone: Run, out: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(out, dpi=140)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30, help="how many optimizer steps")
     parser.add_argument("--mesh", default="dp=2,tp=2", help="the degrees, as dp=2,tp=2")
-    parser.add_argument("--model-size", choices=sorted(SIZES), default="small", help="how large a model")
+    parser.add_argument(
+        "--model-size", choices=sorted(SIZES), default="small", help="how large a model"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or npu")
-    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="where the loss curve goes")
+    parser.add_argument(
+        "--out", type=Path, default=Path("loss.png"), help="where the loss curve goes"
+    )
     return parser.parse_args()
 
 
@@ -277,7 +314,14 @@ def degrees(text: str) -> tuple[int, int]:
 
 def start_ranks(count: int) -> int:
     """Run this script once more under torchrun, on *count* ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(count),
+    ]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
     return subprocess.run([*command, *sys.argv], env=environment, check=False).returncode
 

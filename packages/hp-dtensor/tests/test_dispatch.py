@@ -43,7 +43,9 @@ def test_a_repeated_call_hits_its_plan() -> None:
     i = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
     assert ((i * 2).dtype, (i * 2.0).dtype) == (torch.int64, torch.float32)
     for end in (1, 2, 3):
-        torch.testing.assert_close(d.clamp(max=end).full_tensor(), torch.arange(4.0).clamp(max=end))
+        torch.testing.assert_close(
+            d.clamp(max=end).full_tensor(), torch.arange(4.0).clamp(max=end)
+        )
 
 
 @spmd(world_size=4)
@@ -52,8 +54,10 @@ def test_batched_matmul_over_two_axes_sends_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     v, s = torch.randn(4, 4, 3), torch.randn(3, 1)
     with CommDebugMode() as comm:
-        out = torch.matmul(distribute_tensor(v, mesh, [Shard(0), Shard(1)], src_data_rank=None),
-                           distribute_tensor(s, mesh, [R, R], src_data_rank=None))
+        out = torch.matmul(
+            distribute_tensor(v, mesh, [Shard(0), Shard(1)], src_data_rank=None),
+            distribute_tensor(s, mesh, [R, R], src_data_rank=None),
+        )
     assert comm.get_total_counts() == 0
     torch.testing.assert_close(out.full_tensor(), v @ s)
 
@@ -71,14 +75,17 @@ def test_an_operator_without_a_rule_is_decomposed_or_replicated() -> None:
         return -t
 
     flip_sign.register_fake(torch.empty_like)
-    with pytest.warns(UserWarning, match=r"hp_test.flip_sign.default has no sharding rule: its inputs \(24 bytes\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"hp_test.flip_sign.default has no sharding rule: its inputs \(24 bytes\)",
+    ):
         out = flip_sign(a)
     torch.testing.assert_close(out.full_tensor(), -x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flip_sign(b)
     c = distribute_tensor(torch.randn(7), mesh, [Shard(0)])
-    with strict(), pytest.raises(ImplicitCommunicationError, match="flip_sign.*no sharding rule"):
+    with strict(), pytest.raises(ImplicitCommunicationError, match=r"flip_sign.*no sharding rule"):
         flip_sign(c)
 
     @register_sharding(torch.ops.hp_test.flip_sign.default)
@@ -100,7 +107,12 @@ def test_shapes_that_depend_on_values_are_right() -> None:
     d = distribute_tensor(x, mesh, [Shard(0)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for f in (torch.nonzero, torch.unique, lambda t: torch.masked_select(t, t > 0), lambda t: t[t > 0]):
+        for f in (
+            torch.nonzero,
+            torch.unique,
+            lambda t: torch.masked_select(t, t > 0),
+            lambda t: t[t > 0],
+        ):
             out = f(d)
             torch.testing.assert_close(out.full_tensor(), f(x))
 
@@ -122,7 +134,12 @@ def test_inference_mode_takes_the_same_rules() -> None:
     x, w = torch.randn(2, 3, 4), torch.randn(4, 4)
     d, dw = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [R])
     with torch.inference_mode():
-        for f in (torch.matmul, F.linear, lambda a, b: a.reshape(6, 4) @ b, lambda a, _b: a.softmax(-1)):
+        for f in (
+            torch.matmul,
+            F.linear,
+            lambda a, b: a.reshape(6, 4) @ b,
+            lambda a, _b: a.softmax(-1),
+        ):
             with CommDebugMode() as comm:
                 out = f(d, dw)
             assert comm.get_total_counts() == 0

@@ -21,7 +21,7 @@ from torch import nn
 R = Replicate()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -59,7 +59,7 @@ def test_an_optimizer_over_mixed_meshes_equals_the_single_device(
         for optimizer in optimizers:
             optimizer.step()
     for p, q in zip(mine, alone, strict=True):
-        torch.testing.assert_close(whole(p.detach()), q.detach())
+        torch.testing.assert_close(_whole(p.detach()), q.detach())
 
 
 @spmd(world_size=2)
@@ -92,7 +92,7 @@ def test_foreach_forms_equal_the_single_tensors() -> None:
         torch.testing.assert_close(got[0].full_tensor(), want)
     for power in (1.0, 2.0, float("inf")):
         torch.testing.assert_close(
-            whole(torch._foreach_norm([d], power)[0]), torch.linalg.vector_norm(x, power)
+            _whole(torch._foreach_norm([d], power)[0]), torch.linalg.vector_norm(x, power)
         )
 
 

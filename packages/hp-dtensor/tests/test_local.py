@@ -25,7 +25,7 @@ R = Replicate()
 
 @spmd(world_size=2)
 def test_megatrons_pair_gives_the_single_devices_gradient() -> None:
-    """f before a column cut and g after a row cut: right value and gradients, one collective each way."""
+    """F before a column cut and g after a row cut: right value and gradients, one collective each way."""
     mesh = init_device_mesh("cpu", (2,))
     rank = mesh.get_local_rank()
     torch.manual_seed(0)

@@ -51,7 +51,8 @@ def test_shape_offset_and_slices_describe_the_local_tensor() -> None:
         local = d.to_local()
         assert tuple(shape) == tuple(local.shape)
         rows, columns = (
-            [i for part in parts for i in range(part.start, part.stop)] for parts in global_slices(d)
+            [i for part in parts for i in range(part.start, part.stop)]
+            for parts in global_slices(d)
         )
         assert torch.equal(whole[rows][:, columns], local)
         if local.numel():

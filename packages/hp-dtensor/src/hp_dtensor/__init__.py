@@ -26,7 +26,11 @@ from hp_dtensor.errors import (
 from hp_dtensor.local import local_map, redistribute_local, to_local
 from hp_dtensor.norms import clip_grad_norm_, get_total_norm
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
-from hp_dtensor.queries import compute_local_shape_and_global_offset, global_slices, local_shard_size_and_offset
+from hp_dtensor.queries import (
+    compute_local_shape_and_global_offset,
+    global_slices,
+    local_shard_size_and_offset,
+)
 from hp_dtensor.registration import register_sharding
 from hp_dtensor.rules import OpCall, OpRule, Strategy, find_rule, register_rule
 from hp_dtensor.spec import Spec

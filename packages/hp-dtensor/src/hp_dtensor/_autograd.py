@@ -38,7 +38,11 @@ def _spec(tensor: Tensor) -> Spec:
 def _refuse_unlike(source: Placements, target: Placements) -> None:
     """A shard cannot be turned into addends without inventing them on the other ranks; say so before anything moves."""
     for axis, (a, b) in enumerate(zip(source, target, strict=True)):
-        if b.is_partial() and a != b and not (a.is_replicate() or a.is_partial() or cast("Partial", b).reduce_op == "sum"):
+        if (
+            b.is_partial()
+            and a != b
+            and not (a.is_replicate() or a.is_partial() or cast("Partial", b).reduce_op == "sum")
+        ):
             msg = f"mesh axis {axis} cannot go from {a} to {b}: only a sum has a neutral element to pad a shard with"
             raise RedistributeError(msg)
 
@@ -57,7 +61,7 @@ class _Redistribute(torch.autograd.Function):
     ) -> Tensor:
         spec = _spec(tensor)
         ctx.cls, ctx.source, ctx.backward_dtype = cls, spec, backward_dtype or spec.dtype  # type: ignore[attr-defined]  # torch leaves these open
-        ctx.set_materialize_grads(False)  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
+        ctx.set_materialize_grads(False)
         return move(cls, tensor, spec, mesh, placements, async_op=async_op, dtype=forward_dtype)
 
     @staticmethod
@@ -76,9 +80,11 @@ class _Redistribute(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, cls: type, grad_placements: Placements | None) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, tensor: Tensor, cls: type, grad_placements: Placements | None
+    ) -> Tensor:
         ctx.cls, ctx.source, ctx.grad_placements = cls, _spec(tensor), grad_placements  # type: ignore[attr-defined]  # torch leaves these open
-        ctx.set_materialize_grads(False)  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
+        ctx.set_materialize_grads(False)
         local = cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
         return local.view_as(local)
 
@@ -110,7 +116,7 @@ class _FromLocal(torch.autograd.Function):
     ) -> Tensor:
         ctx.cls, ctx.mesh = cls, mesh  # type: ignore[attr-defined]  # torch leaves these open
         ctx.grad_placements = grad_placements or gradient_placements(placements)  # type: ignore[attr-defined]  # as above
-        ctx.set_materialize_grads(False)  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
+        ctx.set_materialize_grads(False)
         spec = make_spec(mesh, placements, shape, stride, local.dtype)
         return new_dtensor(cls, local.detach(), spec, False)
 
@@ -146,7 +152,9 @@ def move(
     local = cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
     if dtype is not None and dtype != local.dtype:
         local = local.to(dtype)
-    out = redistribute_tensor(local, spec.mesh, tuple(spec.shape), spec.placements, placements, async_op=async_op)
+    out = redistribute_tensor(
+        local, spec.mesh, tuple(spec.shape), spec.placements, placements, async_op=async_op
+    )
     if out is local:
         out = local.view_as(local)
     return new_dtensor(cls, out, spec.with_placements(placements).with_dtype(out.dtype), False)
@@ -164,9 +172,14 @@ def redistribute(
 ) -> Tensor:
     """*tensor* laid out as *placements*; its gradient comes back in the layout it left."""
     if not torch.is_grad_enabled() or not tensor.requires_grad:
-        return move(cls, tensor, _spec(tensor), mesh, placements, async_op=async_op, dtype=forward_dtype)
+        return move(
+            cls, tensor, _spec(tensor), mesh, placements, async_op=async_op, dtype=forward_dtype
+        )
     return cast(
-        "Tensor", _Redistribute.apply(tensor, cls, mesh, placements, async_op, forward_dtype, backward_dtype)  # type: ignore[no-untyped-call]  # torch declares apply untyped
+        "Tensor",
+        _Redistribute.apply(
+            tensor, cls, mesh, placements, async_op, forward_dtype, backward_dtype
+        ),
     )
 
 
@@ -174,7 +187,7 @@ def to_local(cls: type, tensor: Tensor, grad_placements: Placements | None) -> T
     """This rank's piece of *tensor* as a plain tensor; its gradient is wrapped again, laid out like the tensor."""
     if not torch.is_grad_enabled():
         return cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
-    return cast("Tensor", _ToLocal.apply(tensor, cls, grad_placements))  # type: ignore[no-untyped-call]  # torch declares apply untyped
+    return cast("Tensor", _ToLocal.apply(tensor, cls, grad_placements))
 
 
 def from_local(
@@ -187,7 +200,9 @@ def from_local(
     grad_placements: Placements | None,
 ) -> Tensor:
     """A distributed tensor of global *shape* whose piece on this rank is *local*."""
-    return cast("Tensor", _FromLocal.apply(local, cls, mesh, placements, shape, stride, grad_placements))  # type: ignore[no-untyped-call]  # torch declares apply untyped
+    return cast(
+        "Tensor", _FromLocal.apply(local, cls, mesh, placements, shape, stride, grad_placements)
+    )
 
 
 class _RedistributeLocal(torch.autograd.Function):
@@ -221,7 +236,9 @@ class _RedistributeLocal(torch.autograd.Function):
         wanted = gradient_placements(source)
         # What comes back for this gradient in a second derivative is laid out as the forward's input: the adjoint of
         # the adjoint is the forward's own move.
-        out = redistribute_local(grad, mesh, held, wanted, shape, source, dtype, None, async_op=False)
+        out = redistribute_local(
+            grad, mesh, held, wanted, shape, source, dtype, None, async_op=False
+        )
         return (out.to(out_dtype), None, None, None, None, None, None, None, None)
 
 
@@ -243,13 +260,23 @@ def redistribute_local(
     """
     return cast(
         "Tensor",
-        _RedistributeLocal.apply(  # type: ignore[no-untyped-call]  # torch declares apply untyped
-            local, mesh, source, target, shape, grad_source, forward_dtype, backward_dtype, async_op
+        _RedistributeLocal.apply(
+            local,
+            mesh,
+            source,
+            target,
+            shape,
+            grad_source,
+            forward_dtype,
+            backward_dtype,
+            async_op,
         ),
     )
 
 
-def global_shape(local: Tensor, mesh: DeviceMesh, placements: Placements) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def global_shape(
+    local: Tensor, mesh: DeviceMesh, placements: Placements
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Global shape and stride of a tensor whose pieces all look like *local*: each shard multiplies its dim."""
     shape = list(local.shape)
     stride = list(local.stride())
@@ -260,4 +287,4 @@ def global_shape(local: Tensor, mesh: DeviceMesh, placements: Placements) -> tup
             for other in range(len(stride)):
                 if other != dim and stride[other] >= stride[dim]:
                     stride[other] *= size
-    return tuple(shape), tuple(stride) if local.numel() else contiguous_stride(shape)
+    return tuple(shape), tuple(stride) if local.numel() else contiguous_stride(tuple(shape))

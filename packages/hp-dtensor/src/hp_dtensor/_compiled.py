@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hp_dtensor.placements import Placement
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch declares it untyped
 def redistribute_local(
     local: Tensor,
     mesh: DeviceMesh,
@@ -33,11 +33,19 @@ def redistribute_local(
 ) -> Tensor:
     """See :func:`hp_dtensor._autograd.redistribute_local`."""
     return _autograd.redistribute_local(
-        local, mesh, source, target, shape, grad_source, forward_dtype, backward_dtype, async_op=False
+        local,
+        mesh,
+        source,
+        target,
+        shape,
+        grad_source,
+        forward_dtype,
+        backward_dtype,
+        async_op=False,
     )
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch declares it untyped
 def from_local(
     local: Tensor,
     mesh: DeviceMesh,

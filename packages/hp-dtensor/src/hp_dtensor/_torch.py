@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # a functional collective names its group, and only torch knows which it is
+)
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import (  # the type that FSDP2 and DCP read from `_spec`; public nowhere
@@ -32,7 +35,9 @@ from torch.utils._pytree import (  # torch.utils.pytree is not public in 2.12
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._C import FunctionSchema
     from torch._ops import OpOverload, OpOverloadPacket
+    from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
     "DTensorSpec",
@@ -44,13 +49,17 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "TorchDTensor",
+    "decompose",
     "decomposition_of",
     "disable_current_modes",
     "disabled_torch_function",
     "functional_twin",
     "group_size",
+    "local_scalar",
+    "mark_parameter",
     "mask_of",
     "new_dtensor",
+    "schema_of",
     "tree_flatten",
     "tree_unflatten",
 ]
@@ -72,7 +81,29 @@ def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
     return cast("Callable[..., object] | None", decomposition_table.get(op))
 
 
-_functional = torch.ops._c10d_functional  # the traceable collectives; their namespace is private, their names are stable
+def schema_of(op: OpOverload) -> FunctionSchema:
+    """The schema of *op*: its name, arguments and aliasing; the public ``torch.ops`` objects offer it nowhere."""
+    return op._schema
+
+
+def decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """*op* in terms of the operators that it is composed of, run at once; NotImplemented for one that is not composed.
+
+    ``decompose`` itself is public, the question whether it may be called is not.
+    """
+    return op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
+
+
+def mark_parameter(tensor: Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor subclass, as ``nn.Parameter`` itself does it."""
+    tensor._is_param = True
+
+
+# What ``item()`` is called at the ATen level.
+local_scalar = torch.ops.aten._local_scalar_dense.default
+
+# The traceable collectives; their namespace is private, their names are stable.
+_functional = torch.ops._c10d_functional
 _TWINS = {
     "allgather_": "all_gather_into_tensor",
     "_allgather_base_": "all_gather_into_tensor",
@@ -91,10 +122,12 @@ _TWINS = {
 def functional_twin(op: OpOverload) -> OpOverloadPacket | None:
     """The functional collective that *op* is, or that a c10d operator stands for; None when it is no collective."""
     if op.namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
-        return cast("OpOverloadPacket", op._overloadpacket)
+        return op._overloadpacket
     if op.namespace == "c10d":
         twin = _TWINS.get(op._schema.name.split("::")[1])
-        return cast("OpOverloadPacket", op._overloadpacket if twin is None else getattr(_functional, twin))
+        return cast(
+            "OpOverloadPacket", op._overloadpacket if twin is None else getattr(_functional, twin)
+        )
     return None
 
 
@@ -104,10 +137,11 @@ def group_size(args: Sequence[object]) -> int:
         if isinstance(value, torch.distributed.ProcessGroup):
             return value.size()
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return torch.distributed.ProcessGroup.unbox(value).size()  # how c10d's operators take a group
+            # How c10d's operators take a group.
+            return torch.distributed.ProcessGroup.unbox(value).size()
         if isinstance(value, str):
             try:
-                return torch.distributed.distributed_c10d._resolve_process_group(value).size()
+                return _resolve_process_group(cast("GroupName", value)).size()
             except (LookupError, RuntimeError, ValueError):
                 continue
     return 1

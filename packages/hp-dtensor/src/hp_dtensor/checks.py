@@ -50,12 +50,16 @@ def _table(mine: Piece, mesh: DeviceMesh) -> dict[Shape, Piece]:
     return dict(zip(itertools.product(*map(range, mesh.shape)), pieces, strict=True))
 
 
-def _agreed_shape(table: dict[Shape, Piece], mesh: DeviceMesh, placements: Sequence[Placement]) -> Shape:
+def _agreed_shape(
+    table: dict[Shape, Piece], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Shape:
     """The global shape: on each dim the sum of the pieces along the axes that cut it."""
     ndim = len(next(iter(table.values())).shape)
     sizes = []
     for dim in range(ndim):
-        cutting = [axis for axis, placement in enumerate(placements) if shard_dim(placement) == dim]
+        cutting = [
+            axis for axis, placement in enumerate(placements) if shard_dim(placement) == dim
+        ]
         walk = (
             tuple(next(turn) if axis in cutting else 0 for axis in range(mesh.ndim))
             for turn in map(iter, itertools.product(*(range(mesh.size(axis)) for axis in cutting)))
@@ -64,11 +68,15 @@ def _agreed_shape(table: dict[Shape, Piece], mesh: DeviceMesh, placements: Seque
     return tuple(sizes)
 
 
-def _expected(shape: Shape, mesh: DeviceMesh, where: Shape, placements: Sequence[Placement]) -> Shape:
+def _expected(
+    shape: Shape, mesh: DeviceMesh, where: Shape, placements: Sequence[Placement]
+) -> Shape:
     return shards.local_shape(shape, tuple(mesh.shape), where, tuple(placements))
 
 
-def _misfit(where: Shape, got: Shape, want: Shape, shape: Shape, placements: Sequence[Placement]) -> LayoutError:
+def _misfit(
+    where: Shape, got: Shape, want: Shape, shape: Shape, placements: Sequence[Placement]
+) -> LayoutError:
     return LayoutError(
         f"the rank at mesh coordinate {where} holds a local tensor of shape {got}, but its piece of a tensor of shape "
         f"{shape} laid out as {tuple(placements)} has shape {want} (shards are cut as torch.chunk cuts). Give the pieces "
@@ -76,7 +84,9 @@ def _misfit(where: Shape, got: Shape, want: Shape, shape: Shape, placements: Seq
     )
 
 
-def check_all_ranks(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Shape | None) -> Shape:
+def check_all_ranks(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Shape | None
+) -> Shape:
     """Agree with all ranks of *mesh* on dtype, requires_grad and global shape; the shape is returned.
 
     Raises:
@@ -86,7 +96,11 @@ def check_all_ranks(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     table = _table(mine, mesh)
     first_where, first = next(iter(table.items()))
     for where, piece in table.items():
-        if (len(piece.shape), piece.dtype, piece.requires_grad) != (len(first.shape), first.dtype, first.requires_grad):
+        if (len(piece.shape), piece.dtype, piece.requires_grad) != (
+            len(first.shape),
+            first.dtype,
+            first.requires_grad,
+        ):
             msg = f"ranks disagree about the tensor: at mesh coordinate {first_where} it is {first}, at {where} it is {piece}"
             raise LayoutError(msg)
     whole = _agreed_shape(table, mesh, placements) if shape is None else shape
@@ -97,7 +111,9 @@ def check_all_ranks(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
     return whole
 
 
-def _with_equal_replicas(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def _with_equal_replicas(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Tensor:
     for axis, placement in enumerate(placements):
         if placement.is_replicate() and mesh.size(axis) > 1:
             local = _Broadcast.apply(local, mesh, axis)
@@ -108,11 +124,11 @@ class _Broadcast(torch.autograd.Function):
     """The first rank's values everywhere; the gradient passes as it is, since the replicas stand for one tensor."""
 
     @staticmethod
-    def forward(ctx: object, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+    def forward(_ctx: object, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         return broadcast(local.contiguous(), 0, mesh.get_group(axis))
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(_ctx: object, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0], None, None
 
 

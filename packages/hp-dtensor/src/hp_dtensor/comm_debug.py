@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from hp_dtensor._torch import TorchDTensor, functional_twin, group_size
+from hp_dtensor._torch import TorchDTensor, functional_twin, group_size, schema_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -72,7 +72,7 @@ def _tensors(values: Sequence[object]) -> list[torch.Tensor]:
     return out
 
 
-class CommDebugMode(TorchDispatchMode):
+class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is untyped
     """Record the collectives that start inside ``with CommDebugMode() as comm:``.
 
     Example:
@@ -84,21 +84,24 @@ class CommDebugMode(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares it untyped
         self.records: list[Collective] = []
         self._modules = ModuleTracker()
 
     def __enter__(self) -> Self:
         self.records.clear()
-        self._modules.__enter__()
-        super().__enter__()
+        self._modules.__enter__()  # type: ignore[no-untyped-call]  # torch declares it untyped
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch declares it untyped
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
-        self._modules.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch declares it untyped
+        self._modules.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch declares it untyped
 
     def __torch_dispatch__(
         self,
@@ -115,10 +118,16 @@ class CommDebugMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _record(self, twin: OpOverloadPacket, func: OpOverload, args: Sequence[object]) -> None:
-        name = func._schema.name.split("::")[1]
+        name = schema_of(func).name.split("::")[1]
         tensors = _tensors(args)
-        if func.namespace == "c10d" and ("allgather" in name or "_base" in name) and len(tensors) > 1:
-            tensors = tensors[1:] if "_base" in name else tensors[-1:]  # the first ones are outputs
+        if (
+            func.namespace == "c10d"
+            and ("allgather" in name or "_base" in name)
+            and len(tensors) > 1
+        ):
+            tensors = (
+                tensors[1:] if "_base" in name else tensors[-1:]
+            )  # the first ones are outputs
         payload = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         parents = [path for path in self._modules.parents if path != "Global"]
         self.records.append(

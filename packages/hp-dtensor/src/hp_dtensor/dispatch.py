@@ -27,11 +27,18 @@ import torch
 from hp_dtensor._torch import (
     Placement,
     TorchDTensor,
+    decompose,
     decomposition_of,
     disable_current_modes,
     new_dtensor,
+    schema_of,
 )
-from hp_dtensor.errors import ImplicitCommunicationError, InPlaceError, MixedTensorError, NoRuleError
+from hp_dtensor.errors import (
+    ImplicitCommunicationError,
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+)
 from hp_dtensor.placements import REPLICATE, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.rules import LocalCall, OpCall, OpRule, Strategy, TensorMeta, find_rule
@@ -56,7 +63,9 @@ _warned: set[str] = set()
 _handlers: dict[OpOverload, Handler] = {}
 _families: list[tuple[tuple[str, ...], Handler]] = []
 
-_implicit_replication: contextvars.ContextVar[bool] = contextvars.ContextVar("hp_implicit_replication", default=False)
+_implicit_replication: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "hp_implicit_replication", default=False
+)
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("hp_strict", default=False)
 
 
@@ -179,7 +188,9 @@ class _Arguments:
 
     __slots__ = ("cacheable", "key", "mesh", "plain", "specs", "tensors")
 
-    def __init__(self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    def __init__(
+        self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         self.tensors: list[Tensor] = []
         self.specs: list[Spec | None] = []
         self.plain = False
@@ -245,8 +256,8 @@ def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
     """A spec for each tensor argument, plain ones as replicated where that is safe or asked for."""
     mesh = cast("DeviceMesh", found.mesh)
     specs: list[Spec] = []
-    for position, (tensor, spec) in enumerate(zip(found.tensors, found.specs, strict=True)):
-        if spec is None:
+    for position, (tensor, own) in enumerate(zip(found.tensors, found.specs, strict=True)):
+        if own is None:
             safe = tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
             if not safe and not _implicit_replication.get():
                 msg = (
@@ -257,14 +268,19 @@ def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
                     "tensors first with to_local()"
                 )
                 raise MixedTensorError(msg)
-            spec = make_spec(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
-        elif spec.mesh is not mesh and spec.mesh != mesh:
+            specs.append(
+                make_spec(
+                    mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype
+                )
+            )
+            continue
+        if own.mesh is not mesh and own.mesh != mesh:
             msg = (
-                f"{op}: tensor arguments live on different meshes, {mesh} and {spec.mesh}; redistribute one of them to "
+                f"{op}: tensor arguments live on different meshes, {mesh} and {own.mesh}; redistribute one of them to "
                 "the mesh of the other, or leave with to_local() first"
             )
             raise MixedTensorError(msg)
-        specs.append(spec)
+        specs.append(own)
     return specs
 
 
@@ -279,11 +295,16 @@ def _meta(value: object) -> object:
 
 
 def infer_outputs(
-    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], metas: Sequence[TensorMeta]
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    metas: Sequence[TensorMeta],
 ) -> object:
     """What *op* gives on whole tensors of *metas*, run on the meta device: nothing is computed or allocated."""
     with disable_current_modes(), torch.no_grad():
-        tensors = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas]
+        tensors = [
+            torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas
+        ]
         filled, named = _with_tensors(args, kwargs, tensors)
         named = {name: _meta(value) for name, value in named.items() if name != "pin_memory"}
         return op(*[_meta(value) for value in filled], **named)
@@ -370,7 +391,8 @@ def choose(
     inputs: list[list[Placement]] = [[] for _ in specs]
     chosen: list[list[Placement] | None] = [None if meta is None else [] for meta in outputs]
     everywhere = Strategy(
-        outputs=tuple(None if meta is None else REPLICATE for meta in outputs), inputs=(REPLICATE,) * len(specs)
+        outputs=tuple(None if meta is None else REPLICATE for meta in outputs),
+        inputs=(REPLICATE,) * len(specs),
     )
     for axis, size in enumerate(mesh.shape):
         filled, named = _with_tensors(args, kwargs, metas)
@@ -398,15 +420,17 @@ def choose(
         for i, target in enumerate(best.inputs):
             inputs[i].append(target)
             metas[i] = _shrunk(metas[i], target, size)
-        for i, target in enumerate(best.outputs):
-            held_by = chosen[i]
-            if held_by is not None and target is not None:
-                held_by.append(target)
-                results[i] = _shrunk(cast("TensorMeta", results[i]), target, size)
-    return Choice(tuple(map(tuple, inputs)), tuple(None if c is None else tuple(c) for c in chosen))
+        for i, made in enumerate(best.outputs):
+            laid_out = chosen[i]
+            if laid_out is not None and made is not None:
+                laid_out.append(made)
+                results[i] = _shrunk(cast("TensorMeta", results[i]), made, size)
+    return Choice(
+        tuple(map(tuple, inputs)), tuple(None if c is None else tuple(c) for c in chosen)
+    )
 
 
-def _local_call(op: OpOverload, call: OpCall, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> LocalCall:
+def _local_call(call: OpCall, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> LocalCall:
     mesh = inputs[0].mesh
     return LocalCall(
         call=call,
@@ -442,25 +466,33 @@ def signature(op: OpOverload) -> Signature:
     found = _signatures.get(op)
     if found is None:
         written, names, view = [], [], False
-        for position, argument in enumerate(op._schema.arguments):
+        for position, argument in enumerate(schema_of(op).arguments):
             alias = argument.alias_info
             if alias is not None and alias.is_write:
                 if argument.kwarg_only:
                     names.append(argument.name)
                 else:
                     written.append(position)
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+        view = any(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema_of(op).returns
+        )
         found = _signatures[op] = Signature(tuple(written), tuple(names), view)
     return found
 
 
-def _written_tensors(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[int]:
+def _written_tensors(
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[int]:
     """Positions among the tensors of the call of those that *op* writes to."""
     facts = signature(op)
     out: list[int] = []
     position = 0
     for index, value in enumerate([*args, *kwargs.values()]):
-        hit = index in facts.written if index < len(args) else list(kwargs)[index - len(args)] in facts.written_names
+        hit = (
+            index in facts.written
+            if index < len(args)
+            else list(kwargs)[index - len(args)] in facts.written_names
+        )
         count = _count_tensors(value)
         if hit:
             out.extend(range(position, position + count))
@@ -497,10 +529,14 @@ def _make_plan(
     outputs = [_meta_of(value) for value in _flat(result)]
     choice = choose(op, rule, args, kwargs, specs, outputs, written)
     mesh = specs[0].mesh
-    targets = [spec.with_placements(placements) for spec, placements in zip(specs, choice.inputs, strict=True)]
+    targets = [
+        spec.with_placements(placements)
+        for spec, placements in zip(specs, choice.inputs, strict=True)
+    ]
     moves = tuple(
-        (i, source, target) for i, (source, target) in enumerate(zip(specs, targets, strict=True)) if source is not target
-        and source.placements != target.placements
+        (i, source, target)
+        for i, (source, target) in enumerate(zip(specs, targets, strict=True))
+        if source is not target and source.placements != target.placements
     )
     copied = facts.is_view and (bool(moves) or any(spec.copied_view for spec in specs))
     made: list[Spec | None] = [
@@ -513,7 +549,7 @@ def _make_plan(
     if rule is not None and rule.local is not None:
         filled, named = _with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
         call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
-        local = rule.local(_local_call(op, call, targets, made)) or op
+        local = rule.local(_local_call(call, targets, made))
     single = made[0] if isinstance(result, torch.Tensor) else None
     return Plan(
         mesh=mesh,
@@ -522,7 +558,7 @@ def _make_plan(
         local=local,
         outputs=tuple(made),
         single=single,
-        written=written[0] if written and op._schema.returns and len(written) == 1 else None,
+        written=written[0] if written and schema_of(op).returns and len(written) == 1 else None,
         inside=mesh.get_coordinate() is not None,
     )
 
@@ -544,7 +580,9 @@ def _wrap(cls: type, plan: Plan, result: object) -> object:
         return new_dtensor(cls, cast("Tensor", result), plan.single, False)
     if isinstance(result, (tuple, list)):
         wrapped = [
-            new_dtensor(cls, value, spec, False) if isinstance(value, torch.Tensor) and spec is not None else value
+            new_dtensor(cls, value, spec, False)
+            if isinstance(value, torch.Tensor) and spec is not None
+            else value
             for value, spec in zip(result, plan.outputs, strict=True)
         ]
         return tuple(wrapped) if isinstance(result, tuple) else wrapped
@@ -557,7 +595,9 @@ def _outside(cls: type, plan: Plan, tensors: Sequence[Tensor]) -> object:
         return tensors[plan.written]
     device = next(local_of(t).device for t in tensors)
     made = [
-        None if spec is None else new_dtensor(cls, torch.empty(0, dtype=spec.dtype, device=device), spec, False)
+        None
+        if spec is None
+        else new_dtensor(cls, torch.empty(0, dtype=spec.dtype, device=device), spec, False)
         for spec in plan.outputs
     ]
     return made[0] if plan.single is not None else tuple(made)
@@ -569,18 +609,29 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _run(
-    cls: type, op: OpOverload, plan: Plan, args: Sequence[object], kwargs: Mapping[str, object], tensors: list[Tensor]
+    cls: type,
+    op: OpOverload,
+    plan: Plan,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    tensors: list[Tensor],
 ) -> object:
     if not plan.inside:
         return _outside(cls, plan, tensors)
     locals_ = [local_of(tensor) for tensor in tensors]
     if plan.moves:
         if plan.communicates:
-            moves = (f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in plan.moves)
+            moves = (
+                f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in plan.moves
+            )
             refuse_communication(op, "; ".join(moves) if _strict.get() else "")
         for position, source, target in plan.moves:
             locals_[position] = redistribute_tensor(
-                locals_[position], plan.mesh, tuple(source.shape), source.placements, target.placements
+                locals_[position],
+                plan.mesh,
+                tuple(source.shape),
+                source.placements,
+                target.placements,
             )
     filled, named = _with_tensors(args, kwargs, locals_)
     result = plan.local(*filled, **named)
@@ -589,7 +640,9 @@ def _run(
     return _wrap(cls, plan, result)
 
 
-def dispatch(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def dispatch(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     """Run *op* on distributed tensors; results are of type *cls*."""
     handler = _handlers.get(op)
     if handler is None and op not in _signatures:
@@ -600,13 +653,15 @@ def dispatch(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[
 def _family(op: OpOverload) -> Handler | None:
     """The handler of a whole family of operators, found by name once and then kept for this one."""
     for prefixes, handler in _families:
-        if op._schema.name.startswith(prefixes):
+        if schema_of(op).name.startswith(prefixes):
             _handlers[op] = handler
             return handler
     return None
 
 
-def dispatch_by_rule(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def dispatch_by_rule(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     """Run *op* by its plan; on a miss make one from the rule table, a decomposition, or by replicating."""
     found = _Arguments(op, args, kwargs)
     key = (found.key, found.plain and _implicit_replication.get())
@@ -667,8 +722,9 @@ def refuse_communication(op: OpOverload, what: str) -> None:
 
 def _decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """*op* in terms of simpler operators, run under dispatch; NotImplemented when torch knows no decomposition."""
-    if op._can_decompose():
-        return op.decompose(*args, **kwargs)
+    composed = decompose(op, args, kwargs)
+    if composed is not NotImplemented:
+        return composed
     if signature(op).written or signature(op).written_names:
         return NotImplemented
     python = decomposition_of(op)
@@ -677,7 +733,9 @@ def _decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
 
 def _warn_replicated(op: OpOverload, specs: Sequence[Spec]) -> None:
     moved = sum(
-        _bytes(meta_of(spec)) for spec in specs if not all(p.is_replicate() for p in spec.placements)
+        _bytes(meta_of(spec))
+        for spec in specs
+        if not all(p.is_replicate() for p in spec.placements)
     )
     if not moved:
         return
@@ -713,7 +771,9 @@ def _run_replicated(
         msg = f"{op}: the shape of its result depends on values that this rank, outside of the mesh {mesh}, does not have"
         raise NoRuleError(msg)
     locals_ = [
-        redistribute_tensor(local_of(tensor), mesh, tuple(spec.shape), spec.placements, target.placements)
+        redistribute_tensor(
+            local_of(tensor), mesh, tuple(spec.shape), spec.placements, target.placements
+        )
         for tensor, spec, target in zip(found.tensors, specs, everywhere, strict=True)
     ]
     filled, named = _with_tensors(args, kwargs, locals_)
@@ -741,8 +801,6 @@ def handles(*ops: OpOverload) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
 
 
 def add_handler_family(prefixes: tuple[str, ...], handler: Handler) -> None:

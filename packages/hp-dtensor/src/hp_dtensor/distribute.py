@@ -41,13 +41,12 @@ def _mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 def _from_source(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
     """The whole tensor of the group rank *source*, made equal along one mesh axis after the other."""
     for axis, size in enumerate(mesh.shape):
-        if size > 1:
-            if not 0 <= source < size:
-                msg = (
-                    f"src_data_rank={source} is no rank of mesh axis {axis}, which has {size}: it is a group rank on each "
-                    f"axis, from 0 to {min(mesh.shape) - 1} on this mesh {tuple(mesh.shape)}, or None for each rank's own data"
-                )
-                raise LayoutError(msg)
+        if size > 1 and not 0 <= source < size:
+            msg = (
+                f"src_data_rank={source} is no rank of mesh axis {axis}, which has {size}: it is a group rank on each "
+                f"axis of the mesh {tuple(mesh.shape)}, or None for each rank's own data"
+            )
+            raise LayoutError(msg)
     for axis, size in enumerate(mesh.shape):
         if size > 1:
             tensor = broadcast(tensor.contiguous(), source, mesh.get_group(axis))
@@ -108,7 +107,10 @@ def distribute_tensor(
         if src_data_rank is not None and not whole.is_meta:
             whole = _from_source(whole, mesh, src_data_rank)
         local = redistribute_tensor(whole, mesh, shape, (REPLICATE,) * mesh.ndim, resolved)
-        if local.untyped_storage().nbytes() != local.numel() * local.itemsize or local.data_ptr() == tensor.data_ptr():
+        if (
+            local.untyped_storage().nbytes() != local.numel() * local.itemsize
+            or local.data_ptr() == tensor.data_ptr()
+        ):
             # A piece owns its memory: a view would keep the whole tensor alive on every rank.
             local = local.clone(memory_format=torch.contiguous_format)
     stride = tuple(tensor.stride()) if tensor.is_contiguous() else contiguous_stride(shape)
@@ -158,7 +160,7 @@ def distribute_module(
             partition_fn(name, child, mesh)
         _replicate_rest(child, mesh, tied, keep)
     if before is not None:
-        module.register_forward_pre_hook(lambda hooked, inputs: before(hooked, inputs))
+        module.register_forward_pre_hook(before)
     if after is not None:
         module.register_forward_hook(lambda hooked, _inputs, outputs: after(hooked, outputs))
     module._distribute_module_applied = True  # type: ignore[assignment]  # a mark on a module that is not ours
@@ -168,8 +170,8 @@ def distribute_module(
 def _replicate_rest(
     module: nn.Module, mesh: DeviceMesh, tied: dict[int, nn.Parameter], keep: list[nn.Parameter]
 ) -> None:
-    for name, parameter in list(module._parameters.items()):
-        if parameter is None or isinstance(parameter, TorchDTensor):
+    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if isinstance(parameter, TorchDTensor):
             continue
         found = tied.get(id(parameter))
         if found is None:
@@ -177,9 +179,9 @@ def _replicate_rest(
             tied[id(parameter)] = found
             keep.append(parameter)
         module.register_parameter(name, found)
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None and not isinstance(buffer, TorchDTensor):
-            module._buffers[name] = distribute_tensor(buffer.detach(), mesh)
+    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+        if not isinstance(buffer, TorchDTensor):
+            setattr(module, name, distribute_tensor(buffer.detach(), mesh))
 
 
 def like_parameter(old: nn.Parameter, data: Tensor) -> nn.Parameter:
@@ -231,7 +233,11 @@ def _fresh(
     if layout is not torch.strided:
         msg = f"layout={layout} is not supported: a distributed tensor is cut by index, which takes torch.strided"
         raise LayoutError(msg)
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else cast("tuple[int, ...]", size)
+    shape = (
+        tuple(size[0])
+        if len(size) == 1 and not isinstance(size[0], int)
+        else cast("tuple[int, ...]", size)
+    )
     mesh = _mesh(device_mesh)
     resolved = resolve(placements, mesh, len(shape))
     stride = contiguous_stride(shape)
@@ -243,7 +249,9 @@ def _fresh(
 
 
 def _refuse_partial(placements: PlacementsLike | None, name: str) -> None:
-    if isinstance(placements, Sequence) and any(getattr(p, "is_partial", bool)() for p in placements):
+    if isinstance(placements, Sequence) and any(
+        getattr(p, "is_partial", bool)() for p in placements
+    ):
         msg = f"{name} with placements {placements}: a value that is still to be reduced cannot be filled in; use Replicate()"
         raise LayoutError(msg)
 
@@ -268,7 +276,12 @@ def zeros(
     """
     return _fresh(
         lambda shape, kind, device: torch.zeros(shape, dtype=kind, device=device),
-        size, dtype=dtype, layout=layout, requires_grad=requires_grad, device_mesh=device_mesh, placements=placements,
+        size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
     )
 
 
@@ -284,7 +297,12 @@ def ones(
     _refuse_partial(placements, "ones")
     return _fresh(
         lambda shape, kind, device: torch.ones(shape, dtype=kind, device=device),
-        size, dtype=dtype, layout=layout, requires_grad=requires_grad, device_mesh=device_mesh, placements=placements,
+        size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
     )
 
 
@@ -299,7 +317,12 @@ def empty(
     """A distributed tensor whose values are yet to be written; see :func:`zeros`."""
     return _fresh(
         lambda shape, kind, device: torch.empty(shape, dtype=kind, device=device),
-        size, dtype=dtype, layout=layout, requires_grad=requires_grad, device_mesh=device_mesh, placements=placements,
+        size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
     )
 
 
@@ -317,5 +340,10 @@ def full(
     _refuse_partial(placements, "full")
     return _fresh(
         lambda shape, kind, device: torch.full(shape, fill_value, dtype=kind, device=device),
-        (size,), dtype=dtype, layout=layout, requires_grad=requires_grad, device_mesh=device_mesh, placements=placements,
+        (size,),
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        device_mesh=device_mesh,
+        placements=placements,
     )

@@ -9,6 +9,7 @@ An independent class with adapters was measured too; it needed conversions at ea
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,14 @@ import torch
 from hp_mesh import DeviceMesh, get_current_mesh
 
 from hp_dtensor import _autograd
-from hp_dtensor._torch import DTensorSpec, TensorMeta, TorchDTensor, disabled_torch_function, new_dtensor
+from hp_dtensor._torch import (
+    DTensorSpec,
+    TensorMeta,
+    TorchDTensor,
+    disabled_torch_function,
+    mark_parameter,
+    new_dtensor,
+)
 from hp_dtensor.checks import check_from_local
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 __all__ = ["DTensor", "as_dtensor"]
+
+_DETACH = torch.ops.aten.detach.default
 
 
 class DTensor(TorchDTensor):
@@ -52,9 +62,9 @@ class DTensor(TorchDTensor):
     __slotnames__ = ("_local_tensor", "_own")
 
     _own: Spec
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # a C function for a class method
 
-    def __new__(
+    def __new__(  # noqa: D102, PYI034  # documented on the class; torch's constructor makes it
         cls,
         local_tensor: Tensor,
         device_mesh: DeviceMesh | Spec | DTensorSpec,
@@ -62,7 +72,9 @@ class DTensor(TorchDTensor):
         *,
         requires_grad: bool = False,
     ) -> DTensor:
-        local = local_tensor._local_tensor if isinstance(local_tensor, TorchDTensor) else local_tensor
+        local = (
+            local_tensor._local_tensor if isinstance(local_tensor, TorchDTensor) else local_tensor
+        )
         if isinstance(device_mesh, Spec):
             spec = device_mesh
         elif isinstance(device_mesh, DTensorSpec):
@@ -90,6 +102,9 @@ class DTensor(TorchDTensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if func is _DETACH and type(args[0]) is DTensor:
+            # Autograd detaches every gradient that it keeps; this is most of what a layer costs outside of its own.
+            return new_dtensor(DTensor, args[0]._local_tensor.detach(), args[0]._own, False)
         return dispatch(DTensor, func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
@@ -103,12 +118,17 @@ class DTensor(TorchDTensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner_tensors: Mapping[str, Any], flatten_spec: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
+        inner_tensors: Mapping[str, Any],
+        flatten_spec: tuple[Any, ...],
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
     ) -> DTensor:
         placements, meta, _, requires_grad = flatten_spec
         mesh = DeviceMesh.from_torch(inner_tensors["device_mesh"])
         spec = make_spec(mesh, tuple(placements), outer_size, outer_stride, meta.dtype)
-        return cast("DTensor", new_dtensor(DTensor, inner_tensors["_local_tensor"], spec, requires_grad))
+        return cast(
+            "DTensor", new_dtensor(DTensor, inner_tensors["_local_tensor"], spec, requires_grad)
+        )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's takes it by keyword only there
         spec = self._own
@@ -130,13 +150,13 @@ class DTensor(TorchDTensor):
         out = new_dtensor(type(self), self._local_tensor.detach().clone(), self._own, False)
         out.requires_grad_(self.requires_grad)
         if self.grad is not None:
-            out.grad = self.grad.__deepcopy__(memo)
+            out.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             out.__dict__[name] = value
         memo[id(self)] = out
         return cast("DTensor", out)
 
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:  # type: ignore[override]  # torch leaves it untyped
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         state = {name: value for name, value in self.__dict__.items() if not name.startswith("__")}
         return rebuild, (self._local_tensor.detach(), self._own.torch, self.requires_grad, state)
 
@@ -213,10 +233,12 @@ class DTensor(TorchDTensor):
         """
         if isinstance(local_tensor, TorchDTensor):
             msg = f"the local_tensor argument only accepts torch.Tensor but got {type(local_tensor)} value."
-            raise RuntimeError(msg)
+            raise RuntimeError(msg)  # noqa: TRY004  # what torch raises
         mesh = get_current_mesh() if device_mesh is None else DeviceMesh.from_torch(device_mesh)
         resolved = resolve(placements, mesh, local_tensor.ndim)
-        grad = None if grad_placements is None else resolve(grad_placements, mesh, local_tensor.ndim)
+        grad = (
+            None if grad_placements is None else resolve(grad_placements, mesh, local_tensor.ndim)
+        )
         if local_tensor.device.type not in (mesh.device_type, "meta"):
             local_tensor = local_tensor.to(mesh.device_type)
         if torch.compiler.is_compiling():
@@ -226,11 +248,15 @@ class DTensor(TorchDTensor):
             whole, steps = _autograd.global_shape(local_tensor, mesh, resolved)
             if shape is not None:
                 whole, steps = tuple(shape), tuple(stride or contiguous_stride(tuple(shape)))
-            return cast("DTensor", _compiled.from_local(local_tensor, mesh, resolved, whole, steps, grad))
+            return cast(
+                "DTensor", _compiled.from_local(local_tensor, mesh, resolved, whole, steps, grad)
+            )
         local, whole, steps = check_from_local(
             local_tensor, mesh, resolved, run_check=run_check, shape=shape, stride=stride
         )
-        return cast("DTensor", _autograd.from_local(DTensor, local, mesh, resolved, whole, steps, grad))
+        return cast(
+            "DTensor", _autograd.from_local(DTensor, local, mesh, resolved, whole, steps, grad)
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's piece as a plain tensor; differentiable.
@@ -240,12 +266,16 @@ class DTensor(TorchDTensor):
                 itself (Replicate for a Partial one): say ``Partial()`` on an axis where each rank uses its replica for
                 other data, or the replicas' gradients are never added up.
         """
-        grad = None if grad_placements is None else resolve(grad_placements, self._own.mesh, self.ndim)
+        grad = (
+            None
+            if grad_placements is None
+            else resolve(grad_placements, self._own.mesh, self.ndim)
+        )
         local = _autograd.to_local(DTensor, self, grad)
         if getattr(self, "_is_param", False):
             if local is self._local_tensor:
                 local = local.view_as(local)
-            local._is_param = True  # type: ignore[attr-defined]  # how nn.Parameter marks a subclass
+            mark_parameter(local)
         return local
 
     def redistribute(  # type: ignore[override]  # ours takes aliases, and placements alone
@@ -270,12 +300,18 @@ class DTensor(TorchDTensor):
             LayoutError: when the placements do not fit.
             RedistributeError: when the move has no meaning, such as from a shard to ``Partial("max")``.
         """
-        if placements is None and not isinstance(device_mesh, torch.distributed.device_mesh.DeviceMesh):
+        if placements is None and not isinstance(
+            device_mesh, torch.distributed.device_mesh.DeviceMesh
+        ):
             device_mesh, placements = None, device_mesh
         if placements is None:
             msg = "placements is needed for redistribute!"
             raise RuntimeError(msg)
-        mesh = self._own.mesh if device_mesh is None else DeviceMesh.from_torch(cast("DeviceMesh", device_mesh))
+        mesh = (
+            self._own.mesh
+            if device_mesh is None
+            else DeviceMesh.from_torch(cast("DeviceMesh", device_mesh))
+        )
         target = resolve(placements, mesh, self.ndim)
         return cast(
             "DTensor",
@@ -333,7 +369,11 @@ class DTensor(TorchDTensor):
         self._local_tensor = value._local_tensor  # type: ignore[attr-defined]  # every DTensor has one
         self._own = spec
 
-    data = property(_get_data, _set_data, doc="The tensor without its history; setting it replaces values *and* layout.")  # type: ignore[assignment]  # torch declares a field
+    data = property(
+        _get_data,
+        _set_data,
+        doc="The tensor without its history; setting it replaces values *and* layout.",
+    )
 
 
 def _own_of(tensor: DTensor) -> DTensorSpec:
@@ -344,10 +384,18 @@ def _own_of(tensor: DTensor) -> DTensorSpec:
 DTensor._spec = property(_own_of, DTensor._own.__set__)  # type: ignore[assignment,attr-defined]  # a slot in the base class
 
 
-def rebuild(local: Tensor, spec: DTensorSpec, requires_grad: bool, state: dict[str, object]) -> DTensor:  # noqa: FBT001  # pickle calls it by position
+def rebuild(
+    local: Tensor, spec: DTensorSpec, requires_grad: bool, state: dict[str, object]
+) -> DTensor:  # pickle calls it by position
     """The tensor that was pickled: its piece, its layout and its attributes."""
     meta = cast("TensorMeta", spec.tensor_meta)
-    ours = make_spec(DeviceMesh.from_torch(spec.mesh), tuple(spec.placements), meta.shape, meta.stride, meta.dtype)
+    ours = make_spec(
+        DeviceMesh.from_torch(spec.mesh),
+        tuple(spec.placements),
+        meta.shape,
+        meta.stride,
+        meta.dtype,
+    )
     out = cast("DTensor", new_dtensor(DTensor, local, ours, False))
     out.requires_grad_(requires_grad)
     out.__dict__.update(state)
@@ -358,7 +406,12 @@ def as_dtensor(tensor: TorchDTensor) -> DTensor:
     """*tensor* as one of ours, sharing its storage; one of torch's gets a new wrapper, without recorded history."""
     if isinstance(tensor, DTensor):
         return tensor
-    return cast("DTensor", new_dtensor(DTensor, tensor._local_tensor, spec_from_torch(tensor._spec), tensor.requires_grad))
+    return cast(
+        "DTensor",
+        new_dtensor(
+            DTensor, tensor._local_tensor, spec_from_torch(tensor._spec), tensor.requires_grad
+        ),
+    )
 
 
 # What a checkpoint of ours holds, so that torch.load(weights_only=True) takes it. Torch lists its own types itself.

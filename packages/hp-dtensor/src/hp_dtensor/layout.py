@@ -43,7 +43,9 @@ def are_aliases(placements: object) -> TypeGuard[Sequence[Alias]]:
     )
 
 
-def placements_of_aliases(aliases: Sequence[Alias], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+def placements_of_aliases(
+    aliases: Sequence[Alias], mesh: DeviceMesh, ndim: int
+) -> tuple[Placement, ...]:
     """One placement for each mesh axis from one alias for each tensor dim.
 
     Raises:
@@ -60,7 +62,9 @@ def placements_of_aliases(aliases: Sequence[Alias], mesh: DeviceMesh, ndim: int)
     out: list[Placement] = [REPLICATE] * mesh.ndim
     used: set[str] = set()
     for dim, alias in enumerate(aliases):
-        order = [name for name in ((alias,) if isinstance(alias, str) else alias) if name != NO_AXIS]
+        order = [
+            name for name in ((alias,) if isinstance(alias, str) else alias) if name != NO_AXIS
+        ]
         for turn, name in enumerate(order):
             if name not in names:
                 msg = f"alias {name!r} on dim {dim} is no axis of the mesh; its axes are {names}, or 'None'"
@@ -70,12 +74,18 @@ def placements_of_aliases(aliases: Sequence[Alias], mesh: DeviceMesh, ndim: int)
                 raise LayoutError(msg)
             used.add(name)
             axis = names.index(name)
-            factor = math.prod(mesh.size(names.index(other)) for other in order[:turn] if names.index(other) > axis)
+            factor = math.prod(
+                mesh.size(names.index(other))
+                for other in order[:turn]
+                if names.index(other) > axis
+            )
             out[axis] = Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
     return tuple(out)
 
 
-def resolve(placements: PlacementsLike | None, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+def resolve(
+    placements: PlacementsLike | None, mesh: DeviceMesh, ndim: int
+) -> tuple[Placement, ...]:
     """The normalised placements that *placements* (placements, aliases, or None for replicated) stand for.
 
     Raises:
@@ -83,4 +93,6 @@ def resolve(placements: PlacementsLike | None, mesh: DeviceMesh, ndim: int) -> t
     """
     if are_aliases(placements):
         return placements_of_aliases(placements, mesh, ndim)
-    return normalize_placements(cast("Sequence[Placement] | Placement | None", placements), mesh, ndim)
+    return normalize_placements(
+        cast("Sequence[Placement] | Placement | None", placements), mesh, ndim
+    )

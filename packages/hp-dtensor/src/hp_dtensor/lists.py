@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from hp_mesh.collectives import all_reduce, wait
 
-from hp_dtensor._torch import new_dtensor
+from hp_dtensor._torch import new_dtensor, schema_of
 from hp_dtensor.dispatch import (
     add_handler_family,
     handles,
@@ -38,7 +38,16 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-KEEP_SUMS = frozenset({"_foreach_add", "_foreach_sub", "_foreach_neg", "_foreach_mul", "_foreach_div", "_foreach_copy"})
+KEEP_SUMS = frozenset(
+    {
+        "_foreach_add",
+        "_foreach_sub",
+        "_foreach_neg",
+        "_foreach_mul",
+        "_foreach_div",
+        "_foreach_copy",
+    }
+)
 """List operators that are linear in their lists, so that addends may stay addends."""
 
 Job = tuple[int, int, Spec, Spec]
@@ -46,20 +55,34 @@ Job = tuple[int, int, Spec, Spec]
 
 
 def _base_name(op: OpOverload) -> str:
-    return op._schema.name.split("::")[1].rstrip("_")
+    return schema_of(op).name.split("::")[1].rstrip("_")
 
 
-def _keeps_sums(op: OpOverload, tensors: Sequence[Tensor], specs: Sequence[Spec | None], extra: Sequence[object]) -> bool:
+def _keeps_sums(
+    op: OpOverload,
+    tensors: Sequence[Tensor],
+    specs: Sequence[Spec | None],
+    extra: Sequence[object],
+) -> bool:
     """Whether a position of *op* may be run on addends: linear, and addends on both sides of a sum."""
     name = _base_name(op)
-    if name not in KEEP_SUMS or any(isinstance(value, torch.Tensor) and value.dim() for value in extra):
+    if name not in KEEP_SUMS or any(
+        isinstance(value, torch.Tensor) and value.dim() for value in extra
+    ):
         return False
     if name in ("_foreach_add", "_foreach_sub"):
-        return len(tensors) == 2 and specs[0] is not None and specs[1] is not None and specs[0].placements == specs[1].placements
+        return (
+            len(tensors) == 2
+            and specs[0] is not None
+            and specs[1] is not None
+            and specs[0].placements == specs[1].placements
+        )
     return len(tensors) == 1
 
 
-def _target(op: OpOverload, tensors: Sequence[Tensor], extra: Sequence[object], *, written: bool) -> Spec | None:
+def _target(
+    op: OpOverload, tensors: Sequence[Tensor], extra: Sequence[object], *, written: bool
+) -> Spec | None:
     """How all tensors at one position shall be laid out; None when all of them are plain."""
     specs = [spec_of(tensor) for tensor in tensors]
     first = next((spec for spec in specs if spec is not None), None)
@@ -81,32 +104,49 @@ def _target(op: OpOverload, tensors: Sequence[Tensor], extra: Sequence[object], 
                 f"{first.placements}, and is not linear; redistribute the tensor first"
             )
             raise InPlaceError(msg)
-        return first.with_placements(tuple(REPLICATE if p.is_partial() else p for p in first.placements))
+        return first.with_placements(
+            tuple(REPLICATE if p.is_partial() else p for p in first.placements)
+        )
     return first
 
 
 def _combined(op: OpOverload, jobs: Sequence[tuple[Tensor, Spec, Spec]]) -> list[Tensor]:
     """The local pieces after their moves; those that only combine addends share collectives."""
     out: list[Tensor | None] = [None] * len(jobs)
-    batches: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.dtype], list[int]] = defaultdict(list)
+    batches: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.dtype], list[int]] = defaultdict(
+        list
+    )
     for index, (tensor, source, target) in enumerate(jobs):
-        changed = [(a, b) for a, b in zip(source.placements, target.placements, strict=True) if a != b]
+        changed = [
+            (a, b) for a, b in zip(source.placements, target.placements, strict=True) if a != b
+        ]
         if all(a.is_partial() and b.is_replicate() for a, b in changed):
-            pattern = tuple(a if a != b else REPLICATE for a, b in zip(source.placements, target.placements, strict=True))
+            pattern = tuple(
+                a if a != b else REPLICATE
+                for a, b in zip(source.placements, target.placements, strict=True)
+            )
             batches[source.mesh, pattern, tensor.dtype].append(index)
         else:
             out[index] = local_on(op, tensor, source, target)
     for (mesh, pattern, _), members in batches.items():
-        refuse_communication(op, f"combining the addends of {len(members)} tensors laid out as {pattern}")
+        refuse_communication(
+            op, f"combining the addends of {len(members)} tensors laid out as {pattern}"
+        )
         pieces = [local_of(jobs[index][0]) for index in members]
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        whole = redistribute_tensor(flat, mesh, tuple(flat.shape), pattern, (REPLICATE,) * mesh.ndim)
-        for index, piece, part in zip(members, pieces, whole.split([p.numel() for p in pieces]), strict=True):
+        whole = redistribute_tensor(
+            flat, mesh, tuple(flat.shape), pattern, (REPLICATE,) * mesh.ndim
+        )
+        for index, piece, part in zip(
+            members, pieces, torch.split(whole, [p.numel() for p in pieces]), strict=True
+        ):
             out[index] = part.view(piece.shape)
     return cast("list[Tensor]", out)
 
 
-def list_operator(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def list_operator(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     """Run a list operator on lists of distributed and plain tensors."""
     values = [*args, *kwargs.values()]
     lists = [i for i, value in enumerate(values) if _is_tensor_list(value)]
@@ -128,19 +168,31 @@ def list_operator(cls: type, op: OpOverload, args: Sequence[object], kwargs: Map
             spec = spec_of(tensor)
             if spec is None and target is not None and tensor.numel() > 1:
                 mesh = target.mesh
-                spec = make_spec(mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+                spec = make_spec(
+                    mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype
+                )
             row = cast("list[Tensor]", filled[i])
-            if spec is None or target is None or spec is target or spec.placements == target.placements:
+            if (
+                spec is None
+                or target is None
+                or spec is target
+                or spec.placements == target.placements
+            ):
                 row[position] = local_of(tensor)
             else:
                 moving.append((i, position, spec, spec.with_placements(target.placements)))
-    jobs = [(cast("Sequence[Tensor]", values[i])[position], source, goal) for i, position, source, goal in moving]
+    jobs = [
+        (cast("Sequence[Tensor]", values[i])[position], source, goal)
+        for i, position, source, goal in moving
+    ]
     for (i, position, _, _), local in zip(moving, _combined(op, jobs), strict=True):
         cast("list[Tensor]", filled[i])[position] = local
-    filled = [_plain_scalar(op, value) if isinstance(value, torch.Tensor) else value for value in filled]
+    filled = [
+        _plain_scalar(op, value) if isinstance(value, torch.Tensor) else value for value in filled
+    ]
     result = op(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
     if writes:
-        return None if not op._schema.returns else values[lists[0]]
+        return None if not schema_of(op).returns else values[lists[0]]
     first = cast("Sequence[Tensor]", values[lists[0]])
     return [
         local if target is None else new_dtensor(cls, local, target.with_dtype(local.dtype), False)
@@ -149,13 +201,21 @@ def list_operator(cls: type, op: OpOverload, args: Sequence[object], kwargs: Map
 
 
 def _is_tensor_list(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(item, torch.Tensor) for item in value)
+    )
 
 
 def _plain_scalar(op: OpOverload, tensor: Tensor) -> Tensor:
     """A single tensor beside the lists (a step size, a scale) as a local value."""
     spec = spec_of(tensor)
-    return tensor if spec is None else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+    return (
+        tensor
+        if spec is None
+        else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+    )
 
 
 add_handler_family(("aten::_foreach_", "aten::_fused_"), list_operator)
@@ -165,13 +225,18 @@ def _each(name: str) -> None:
     """Run a list operator that reduces as the operator on single tensors, one after the other."""
     packet = getattr(aten, name)
 
-    @handles(*(getattr(packet, overload) for overload in packet.overloads() if "out" not in overload))
-    def run(_cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        single = torch.linalg.vector_norm if name == "_foreach_norm" else torch.max
-        rest = dict(kwargs)
-        if name == "_foreach_norm":
-            rest = {"ord": args[1] if len(args) > 1 else rest.get("ord", 2), "dtype": rest.get("dtype")}
-        return [single(tensor, **rest) for tensor in cast("Sequence[Tensor]", args[0])]  # type: ignore[operator,arg-type]  # two functions of one shape
+    @handles(
+        *(getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
+    )
+    def run(
+        _cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        tensors = cast("Sequence[Tensor]", args[0])
+        if name == "_foreach_max":
+            return [tensor.max() for tensor in tensors]
+        order = cast("float", args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        dtype = cast("torch.dtype | None", kwargs.get("dtype"))
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
 
 
 _each("_foreach_norm")
@@ -179,14 +244,20 @@ _each("_foreach_max")
 
 
 @handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
-def _unscale(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def _unscale(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     """Unscale gradients; an infinity on one rank is an infinity on all, or some would skip the step and others not."""
     grads, found = cast("Sequence[Tensor]", args[0]), cast("Tensor", args[1])
-    op([local_of(grad) for grad in grads], _plain_scalar(op, found), _plain_scalar(op, cast("Tensor", args[2])), **kwargs)
+    op(
+        [local_of(grad) for grad in grads],
+        _plain_scalar(op, found),
+        _plain_scalar(op, cast("Tensor", args[2])),
+        **kwargs,
+    )
     flag = local_of(found)
     for mesh in {spec.mesh for spec in map(spec_of, grads) if spec is not None}:
         for axis, size in enumerate(mesh.shape):
             if size > 1 and mesh.get_coordinate() is not None:
                 flag.copy_(wait(all_reduce(flag, "max", mesh.get_group(axis))))
     return None
-

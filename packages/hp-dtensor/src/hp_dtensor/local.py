@@ -46,7 +46,11 @@ def to_local(tensor: Tensor, *, grad_placements: Sequence[Placement] | None = No
         # A method call is put into the graph as it is; what is inside runs when the graph is lowered.
         return tensor.to_local(grad_placements=grad_placements)
     spec = spec_of(tensor)
-    grad = None if grad_placements is None or spec is None else resolve(grad_placements, spec.mesh, tensor.ndim)
+    grad = (
+        None
+        if grad_placements is None or spec is None
+        else resolve(grad_placements, spec.mesh, tensor.ndim)
+    )
     return _autograd.to_local(DTensor, tensor, grad)
 
 
@@ -85,24 +89,32 @@ def redistribute_local(
     ndim = local.ndim
     before, after = resolve(source, mesh, ndim), resolve(target, mesh, ndim)
     whole = tuple(shape) if shape is not None else _autograd.global_shape(local, mesh, before)[0]
-    grad = gradient_placements(after) if grad_placements is None else resolve(grad_placements, mesh, ndim)
+    grad = (
+        gradient_placements(after)
+        if grad_placements is None
+        else resolve(grad_placements, mesh, ndim)
+    )
     if torch.compiler.is_dynamo_compiling():
         from hp_dtensor import _compiled
 
-        return _compiled.redistribute_local(
+        traced: Tensor = _compiled.redistribute_local(
             local, mesh, before, after, whole, grad, forward_dtype, backward_dtype
         )
+        return traced
     return _autograd.redistribute_local(
         local, mesh, before, after, whole, grad, forward_dtype, backward_dtype, async_op=async_op
     )
 
 
-def _per_output(out_placements: OutPlacements, count: int) -> tuple[Sequence[Placement] | None, ...]:
+def _per_output(
+    out_placements: OutPlacements, count: int
+) -> tuple[Sequence[Placement] | None, ...]:
     """One layout for each of *count* outputs."""
     if out_placements is None:
         return (None,) * count
     several = isinstance(out_placements, tuple) and all(
-        entry is None or (isinstance(entry, Sequence) and not isinstance(entry, str)) for entry in out_placements
+        entry is None or (isinstance(entry, Sequence) and not isinstance(entry, str))
+        for entry in out_placements
     )
     if not several:
         return (cast("Sequence[Placement]", out_placements),) * count
@@ -141,7 +153,9 @@ def _enter(
     return tensor.to_local(grad_placements=grads)
 
 
-def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: Sequence[DTensor]) -> Sequence[int] | None:
+def _whole_shape(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: Sequence[DTensor]
+) -> Sequence[int] | None:
     """The global shape of an output: that of an input with the same layout and the same piece, when there is one.
 
     A shard does not tell how long the dim is that it was cut from; a function that keeps the shape of an uneven input
@@ -204,7 +218,10 @@ def local_map(
     @functools.wraps(func)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> object:
         leaves, tree = tree_flatten(args)
-        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+        for name, given in (
+            ("in_placements", in_placements),
+            ("in_grad_placements", in_grad_placements),
+        ):
             if given is not None and len(given) != len(leaves):
                 msg = f"{name} has {len(given)} entries for {len(leaves)} arguments; the two numbers must be equal"
                 raise LayoutError(msg)
@@ -220,7 +237,11 @@ def local_map(
             ours = as_ours(leaf)
             wanted = ours.placements if in_placements is None else in_placements[position]
             grads = None if in_grad_placements is None else in_grad_placements[position]
-            local_args.append(_enter(ours, position, wanted, grads, mesh, redistribute_inputs=redistribute_inputs))
+            local_args.append(
+                _enter(
+                    ours, position, wanted, grads, mesh, redistribute_inputs=redistribute_inputs
+                )
+            )
         result = func(*tree_unflatten(local_args, tree), **kwargs)
         flat, out_tree = tree_flatten(result)
         wrapped_out: list[object] = []
@@ -249,7 +270,10 @@ def as_ours(tensor: TorchDTensor) -> DTensor:
         raise LayoutError(msg)
     local = _autograd.to_local(DTensor, tensor, None)
     return cast(
-        "DTensor", _autograd.from_local(DTensor, local, spec.mesh, spec.placements, spec.shape, spec.stride, None)
+        "DTensor",
+        _autograd.from_local(
+            DTensor, local, spec.mesh, spec.placements, spec.shape, spec.stride, None
+        ),
     )
 
 

@@ -42,7 +42,9 @@ def _copies(tensor: DTensor) -> int:
     mesh = tensor.device_mesh
     slices = 1 if mesh.root_mesh is None else mesh.root_mesh.size() // mesh.size()
     return slices * math.prod(
-        size for size, placement in zip(mesh.shape, tensor.placements, strict=True) if placement == REPLICATE
+        size
+        for size, placement in zip(mesh.shape, tensor.placements, strict=True)
+        if placement == REPLICATE
     )
 
 
@@ -54,11 +56,14 @@ def _local_power_sum(tensor: Tensor, norm_type: float, world: int) -> Tensor:
         if ours.device_mesh.get_coordinate() is None:
             return torch.zeros((), device=ours._local_tensor.device)
         held, copies = ours._local_tensor, _copies(ours)
-    wide = torch.promote_types(held.dtype if not held.is_complex() else torch.float32, torch.float32)
-    norm = torch.linalg.vector_norm(held.detach(), norm_type, dtype=None if held.is_complex() else wide)
-    if norm_type == 0:
-        return norm.to(wide) / copies
-    return norm.to(wide) ** norm_type / copies
+    wide = torch.promote_types(
+        held.dtype if not held.is_complex() else torch.float32, torch.float32
+    )
+    norm: Tensor = torch.linalg.vector_norm(
+        held.detach(), norm_type, dtype=None if held.is_complex() else wide
+    ).to(wide)
+    power: Tensor = norm if norm_type == 0 else norm**norm_type
+    return power / copies
 
 
 def _local_extreme(tensor: Tensor, norm_type: float) -> Tensor:
@@ -69,15 +74,16 @@ def _local_extreme(tensor: Tensor, norm_type: float) -> Tensor:
             held = held.new_empty(0)
     if held.numel() == 0:
         return torch.tensor(0.0 if norm_type > 0 else math.inf, device=held.device)
-    return torch.linalg.vector_norm(held.detach(), norm_type).float()
+    extreme: Tensor = torch.linalg.vector_norm(held.detach(), norm_type)
+    return extreme.float()
 
 
 @torch.no_grad()
 def get_total_norm(
     tensors: Iterable[Tensor] | Tensor,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  # torch's signature
-    foreach: bool | None = None,  # noqa: FBT001  # torch's signature
+    error_if_nonfinite: bool = False,  # torch's signature
+    foreach: bool | None = None,  # torch's signature
     *,
     group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -130,8 +136,8 @@ def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  # torch's signature
-    foreach: bool | None = None,  # noqa: FBT001  # torch's signature
+    error_if_nonfinite: bool = False,  # torch's signature
+    foreach: bool | None = None,  # torch's signature
     *,
     group: ProcessGroup | None = None,
 ) -> Tensor:

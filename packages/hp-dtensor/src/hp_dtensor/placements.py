@@ -48,7 +48,7 @@ def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...
     return tuple(REPLICATE if placement.is_partial() else placement for placement in placements)
 
 
-def _normalize_one(placement: Placement, ndim: int, axis: int) -> Placement:
+def _normalize_one(placement: object, ndim: int, axis: int) -> Placement:
     if not isinstance(placement, Placement):
         msg = (
             f"placements[{axis}] is {placement!r} of type {type(placement).__name__}; each entry must be a Placement: "
@@ -62,7 +62,9 @@ def _normalize_one(placement: Placement, ndim: int, axis: int) -> Placement:
     if dim is None:
         return placement
     if not -ndim <= dim < ndim:
-        what = f"the tensor has {ndim} dims" if ndim else "the tensor is 0-d and has no dim to shard"
+        what = (
+            f"the tensor has {ndim} dims" if ndim else "the tensor is 0-d and has no dim to shard"
+        )
         msg = f"placements[{axis}] is {placement}, but {what}; dims from {-ndim} to {ndim - 1} are legal"
         raise LayoutError(msg)
     if dim >= 0:

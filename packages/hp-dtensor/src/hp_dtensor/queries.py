@@ -42,7 +42,9 @@ def compute_local_shape_and_global_offset(
     return shards.local_shape_and_offset(shape, tuple(ours.shape), tuple(where), resolved)
 
 
-def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+def local_shard_size_and_offset(
+    curr_local_size: int, num_chunks: int, rank: int
+) -> tuple[int, int]:
     """Size and offset of chunk *rank* when *curr_local_size* indices are cut into *num_chunks* as ``torch.chunk`` cuts.
 
     Chunks past the end are empty and start at *curr_local_size*.
@@ -76,10 +78,16 @@ def global_slices(tensor: Tensor) -> tuple[tuple[slice, ...], ...]:
     Example:
         >>> import torch
         >>> def local_rows(dtensor):
-        ...     return [index for part in global_slices(dtensor)[0] for index in range(part.start, part.stop)]
+        ...     return [
+        ...         index
+        ...         for part in global_slices(dtensor)[0]
+        ...         for index in range(part.start, part.stop)
+        ...     ]
     """
     spec = spec_of(tensor)
     if spec is None:
         msg = f"a plain tensor of shape {tuple(tensor.shape)} is no piece of anything; pass a DTensor"
         raise LayoutError(msg)
-    return tuple(tuple(slice(start, stop) for start, stop in intervals) for intervals in spec.local_box)
+    return tuple(
+        tuple(slice(start, stop) for start, stop in intervals) for intervals in spec.local_box
+    )

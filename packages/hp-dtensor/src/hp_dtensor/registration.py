@@ -17,7 +17,7 @@ from hp_dtensor.rules import OpCall, Strategy, TensorMeta, register_rule
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-PlacementTree: TypeAlias = Placement | None | Sequence["PlacementTree"]
+PlacementTree: TypeAlias = Placement | Sequence["PlacementTree"] | None
 Shardings: TypeAlias = Sequence[tuple[Sequence[PlacementTree], Sequence[PlacementTree]]]
 ShardingFn: TypeAlias = Callable[..., Shardings]
 
@@ -32,7 +32,9 @@ def _leaves(tree: Iterable[PlacementTree]) -> Iterator[Placement | None]:
 
 def _values(call: OpCall) -> Iterator[object]:
     for value in (*call.args, *call.kwargs.values()):
-        if isinstance(value, (list, tuple)) and any(isinstance(item, TensorMeta) for item in value):
+        if isinstance(value, (list, tuple)) and any(
+            isinstance(item, TensorMeta) for item in value
+        ):
             yield from value
         else:
             yield value
@@ -44,9 +46,13 @@ def _inputs(call: OpCall, tree: Sequence[PlacementTree]) -> tuple[Placement, ...
     tensors = [isinstance(value, TensorMeta) for value in _values(call)]
     if len(given) == len(call.tensors) and all(placement is not None for placement in given):
         return tuple(placement for placement in given if placement is not None)
-    given += [None] * (len(tensors) - len(given))  # trailing arguments that are no tensors may be left out
+    given += [None] * (
+        len(tensors) - len(given)
+    )  # trailing arguments that are no tensors may be left out
     out = tuple(
-        placement for placement, is_tensor in zip(given, tensors, strict=False) if is_tensor and placement is not None
+        placement
+        for placement, is_tensor in zip(given, tensors, strict=False)
+        if is_tensor and placement is not None
     )
     if len(out) != len(call.tensors) or len(given) != len(tensors):
         msg = (

@@ -16,16 +16,19 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-
 from hp_mesh import DeviceMesh
 
 from hp_dtensor import shards
 from hp_dtensor._torch import DTensorSpec, Shard, StridedShard, TensorMeta, TorchDTensor
-
 from hp_dtensor.errors import LayoutError
 
 if TYPE_CHECKING:
+    from torch import (
+        dtype as DType,  # a spec has a member `torch`, which hides the module in its class
+    )
+
     from hp_dtensor.placements import Placement
+
 
 class Spec:
     """One distributed tensor, described; make it with :func:`make_spec`, never directly."""
@@ -54,14 +57,19 @@ class Spec:
     """Whether the tensor was made by a view operator that had to move data: writing to it would not reach the base."""
 
     def __init__(
-        self, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta, *, copied_view: bool
+        self,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        meta: TensorMeta,
+        *,
+        copied_view: bool,
     ) -> None:
         self.mesh = mesh
         self.placements = placements
         self.tensor_meta = meta
         self.shape: torch.Size = meta.shape
         self.stride: tuple[int, ...] = meta.stride
-        self.dtype: torch.dtype = meta.dtype
+        self.dtype: DType = meta.dtype
         self.copied_view = copied_view
         self._torch: DTensorSpec | None = None
         self._local_shape: tuple[int, ...] | None = None
@@ -90,7 +98,9 @@ class Spec:
             if where is None:
                 self._local_shape = (0,)
             else:
-                self._local_shape = shards.local_shape(tuple(self.shape), tuple(self.mesh.shape), where, self.placements)
+                self._local_shape = shards.local_shape(
+                    tuple(self.shape), tuple(self.mesh.shape), where, self.placements
+                )
         return self._local_shape
 
     @property
@@ -101,7 +111,9 @@ class Spec:
             self._box = (
                 ()
                 if where is None
-                else shards.local_box(tuple(self.shape), tuple(self.mesh.shape), where, self.placements)
+                else shards.local_box(
+                    tuple(self.shape), tuple(self.mesh.shape), where, self.placements
+                )
             )
         return self._box
 
@@ -109,7 +121,8 @@ class Spec:
     def local_offset(self) -> tuple[int, ...]:
         """For each dim the first global index that this rank holds (the dim's size when it holds none)."""
         return tuple(
-            intervals[0][0] if intervals else size for intervals, size in zip(self.local_box, self.shape, strict=True)
+            intervals[0][0] if intervals else size
+            for intervals, size in zip(self.local_box, self.shape, strict=True)
         )
 
     @property
@@ -130,9 +143,13 @@ class Spec:
             return self
         return make_spec(self.mesh, placements, self.shape, self.stride, self.dtype)
 
-    def with_dtype(self, dtype: torch.dtype) -> Spec:
+    def with_dtype(self, dtype: DType) -> Spec:
         """The same layout with other elements."""
-        return self if dtype == self.dtype else make_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
+        return (
+            self
+            if dtype == self.dtype
+            else make_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
+        )
 
     def same(self, other: Spec) -> bool:
         """Whether both describe the same tensor, interned or not."""
@@ -182,7 +199,7 @@ def contiguous_stride(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
     step = 1
     for size in reversed(shape):
         out.append(step)
-        step = step * max(size, 1) if isinstance(size, int) else step * size
+        step = step * size if size != 0 else step
     return tuple(reversed(out))
 
 
@@ -197,7 +214,12 @@ def make_spec(
 ) -> Spec:
     """The one description of these facts; *placements* must be normalised already."""
     if any(type(number) is not int for number in (*shape, *stride)):
-        return Spec(mesh, placements, TensorMeta(torch.Size(shape), tuple(stride), dtype), copied_view=copied_view)
+        return Spec(
+            mesh,
+            placements,
+            TensorMeta(torch.Size(shape), tuple(stride), dtype),
+            copied_view=copied_view,
+        )
     key = _Facts((mesh, placements, tuple(shape), tuple(stride), dtype, copied_view))
     found = _specs.get(key)
     if found is None:
@@ -217,12 +239,14 @@ def _ordered(spec: DTensorSpec) -> tuple[Placement, ...]:
     pieces that those axes have made already.
     """
     placements = tuple(spec.placements)
-    if spec.use_strided_shard_as_shard_order or spec.shard_order is None:
+    if spec.use_strided_shard_as_shard_order:
         return placements
     out = list(placements)
     for entry in spec.shard_order:
         for turn, axis in enumerate(entry.mesh_dims):
-            factor = math.prod(spec.mesh.size(other) for other in entry.mesh_dims[:turn] if other > axis)
+            factor = math.prod(
+                spec.mesh.size(other) for other in entry.mesh_dims[:turn] if other > axis
+            )
             if factor > 1 and type(out[axis]) is Shard:
                 out[axis] = StridedShard(entry.tensor_dim, split_factor=factor)
     return tuple(out)
@@ -242,7 +266,9 @@ def spec_from_torch(spec: DTensorSpec) -> Spec:
     placements = _ordered(spec)
     if kept is not None and kept.placements == placements and kept.tensor_meta == meta:
         return kept
-    made = make_spec(DeviceMesh.from_torch(spec.mesh), placements, meta.shape, meta.stride, meta.dtype)
+    made = make_spec(
+        DeviceMesh.from_torch(spec.mesh), placements, meta.shape, meta.stride, meta.dtype
+    )
     spec.__dict__["_hp_spec"] = made
     return made
 

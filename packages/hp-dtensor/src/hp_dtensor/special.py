@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from hp_mesh.collectives import all_reduce, wait
 
-from hp_dtensor._torch import TorchDTensor
+from hp_dtensor._torch import TorchDTensor, local_scalar
 from hp_dtensor.dispatch import (
     dispatch_by_rule,
     handles,
@@ -52,24 +52,32 @@ def _whole(op: OpOverload, tensor: Tensor) -> Tensor:
     return local_on(op, tensor, spec, everywhere)
 
 
-@handles(aten._local_scalar_dense.default)
-def _item(_cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]) -> object:
+@handles(local_scalar)
+def _item(
+    _cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
+) -> object:
     return _whole(op, cast("Tensor", args[0])).item()
 
 
 @handles(aten.equal.default)
-def _equal(_cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]) -> bool:
+def _equal(
+    _cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
+) -> bool:
     left, right = (cast("Tensor", arg) for arg in args)
     spec = spec_of(left) or cast("Spec", spec_of(right))
     if left.shape != right.shape:
         return False
-    target = spec.with_placements(tuple(REPLICATE if p.is_partial() else p for p in spec.placements))
+    target = spec.with_placements(
+        tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
+    )
     _inside(op, spec)
     pieces = []
     for tensor in (left, right):
         own = spec_of(tensor)
         if own is None:
-            own = Spec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, spec.tensor_meta, copied_view=False)
+            own = Spec(
+                spec.mesh, (REPLICATE,) * spec.mesh.ndim, spec.tensor_meta, copied_view=False
+            )
         pieces.append(local_on(op, tensor, own, target))
     same = torch.tensor(int(torch.equal(*pieces)), dtype=torch.int32, device=pieces[0].device)
     for axis, size in enumerate(spec.mesh.shape):
@@ -80,7 +88,9 @@ def _equal(_cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[
 
 
 @handles(aten.copy_.default)
-def _copy(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def _copy(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     target, source = cast("Tensor", args[0]), cast("Tensor", args[1])
     if not isinstance(target, TorchDTensor):
         msg = (
@@ -95,11 +105,15 @@ def _copy(cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str
 
 
 @handles(aten.is_pinned.default)
-def _is_pinned(_cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+def _is_pinned(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
     return op(local_of(cast("Tensor", args[0])), *args[1:], **kwargs)
 
 
 @handles(aten.allclose.default)
-def _allclose(_cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+def _allclose(
+    _cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> bool:
     close = torch.isclose(*cast("tuple[Tensor, Tensor]", args[:2]), *args[2:], **kwargs)  # type: ignore[arg-type]  # tolerances
     return bool(close.all())

@@ -306,12 +306,26 @@ def process_group_names() -> tuple[str, ...]:
 # The functional collectives: the only ones that torch.compile and FakeTensor trace. Bound once,
 # since the lookup through `torch.ops` costs as much as the rest of our call.
 
-all_reduce = torch.ops._c10d_functional.all_reduce.default
-all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
-all_to_all = torch.ops._c10d_functional.all_to_all_single.default
-broadcast = torch.ops._c10d_functional.broadcast.default
-wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+# They run below the autograd keys: torch 2.15 gives them autograd formulas in Python, which cost twice what the call does
+# and record nothing here, since gradients are the business of those who call us.
+
+
+def _without_autograd(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    def call(*args: object) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the guard
+            return cast("torch.Tensor", op(*args))
+        with torch._C._AutoDispatchBelowAutograd():
+            return cast("torch.Tensor", op(*args))
+
+    return call
+
+
+all_reduce = _without_autograd(torch.ops._c10d_functional.all_reduce.default)
+all_gather = _without_autograd(torch.ops._c10d_functional.all_gather_into_tensor.default)
+reduce_scatter = _without_autograd(torch.ops._c10d_functional.reduce_scatter_tensor.default)
+all_to_all = _without_autograd(torch.ops._c10d_functional.all_to_all_single.default)
+broadcast = _without_autograd(torch.ops._c10d_functional.broadcast.default)
+wait_tensor = _without_autograd(torch.ops._c10d_functional.wait_tensor.default)
 
 
 def load_functional() -> None:
@@ -330,7 +344,7 @@ def lazily_waited(tensor: torch.Tensor) -> torch.Tensor:
     The tensor class that does this is torch's; FSDP2, DCP and the compiler know it.
     """
     if functional._are_we_tracing():
-        return cast("torch.Tensor", wait_tensor(tensor))
+        return wait_tensor(tensor)
     return functional.AsyncCollectiveTensor(tensor)
 
 
