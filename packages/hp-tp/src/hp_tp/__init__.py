@@ -2,7 +2,8 @@
 
 General layout, bottom up: ``errors``; ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
 (a value crosses), ``placing`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding`` (local computation);
-``tensor_parallel``, ``norm``, ``prepare`` (the styles); ``plan`` (names to styles).
+``tensor_parallel``, ``norm``, ``prepare`` (the styles); ``plan`` (names to styles),
+``presets`` (plans of known models), ``testing`` (prove a plan).
 """
 
 from hp_tp._version import __version__
@@ -21,12 +22,22 @@ from hp_tp.prepare import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
+from hp_tp.presets import (
+    HUGGING_FACE_NAMES,
+    LLAMA_NAMES,
+    DecoderNames,
+    check_degree,
+    llama_plan,
+)
 from hp_tp.style import ParallelStyle
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 __all__ = [
+    "HUGGING_FACE_NAMES",
+    "LLAMA_NAMES",
     "BoundaryError",
     "ColwiseParallel",
+    "DecoderNames",
     "Match",
     "NoParallel",
     "ParallelPlan",
@@ -41,6 +52,8 @@ __all__ = [
     "UnmatchedKeyError",
     "UnsupportedModuleError",
     "__version__",
+    "check_degree",
+    "llama_plan",
     "match_plan",
     "parallelize_module",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, redistribute_local, to_local
+from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, redistribute_local, to_local
 from hp_dtensor.layout import resolve
 from hp_dtensor.local import as_ours
 from hp_dtensor.placements import shard_dim
@@ -39,7 +39,9 @@ def normal(placement: Placement, ndim: int) -> Placement:
     dim = shard_dim(placement)
     if dim is None or dim >= 0:
         return placement
-    return Shard(dim + ndim) if type(placement) is Shard else placement
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim + ndim, split_factor=placement.split_factor)
+    return Shard(dim + ndim)
 
 
 def layout_on(value: Tensor, mesh: DeviceMesh, where: str) -> tuple[Placement, ...] | None:

@@ -58,6 +58,12 @@ class _Moves(NamedTuple):
     """How its gradients fit together there."""
     moves: bool
     """Whether the result has to be moved."""
+    bias_moves: bool
+    """Whether the bias has to be moved before it is added."""
+    grad_moves: bool
+    """Whether the gradient of the output has to be moved."""
+    checks: bool
+    """Whether the output's size has to be checked: it leaves as a plain shard of something else than features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +111,17 @@ class LinearLayout:
             )
             to_reduce = False
         weight, bias = module.weight, module.bias
-        shape = (*input.shape[:-1], module.out_features)
-        if moves.moves and self.use_local_output and moves.out[0] != moves.natural[0]:
+        if moves.checks:
+            shape = (*input.shape[:-1], module.out_features)
             check_even(moves.out[0], shape, self.mesh, "the output of a linear layer")
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
             output = self.in_steps(input, weight, bias, reduce=to_reduce)
         else:
-            output = cast("Tensor", _Linear.apply(input, weight, bias, self, moves, to_reduce))  # type: ignore[no-untyped-call]  # torch declares apply untyped
-        return hand_out(output, self.mesh, moves.out[0], shape, local=self.use_local_output)
+            output = _Linear.apply(input, weight, bias, self, moves, to_reduce)  # type: ignore[no-untyped-call]  # torch declares apply untyped
+        if self.use_local_output:
+            return output
+        shape = (*input.shape[:-1], module.out_features)
+        return hand_out(output, self.mesh, moves.out[0], shape, local=False)
 
     def moves(self, ndim: int) -> _Moves:
         """What the layer does to inputs of *ndim* dims."""
@@ -141,6 +150,9 @@ class LinearLayout:
             bias=(bias,),
             bias_grad=(bias_grad,),
             moves=moves,
+            bias_moves=moves and bias != REPLICATE,
+            grad_moves=moves and gradient_placements((out,)) != gradient_placements((natural,)),
+            checks=moves and self.use_local_output and cut is not None,
         )
 
     def in_steps(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, reduce: bool) -> Tensor:  # noqa: A002  # torch's name for it
@@ -200,11 +212,14 @@ class _Linear(torch.autograd.Function):
             dtype = output.dtype
             if layout.reduce_dtype is not None:
                 output = output.to(layout.reduce_dtype)
-            output = redistribute_tensor(output, layout.mesh, shape, moves.natural, moves.out).to(dtype)
+            output = redistribute_tensor(output, layout.mesh, shape, moves.natural, moves.out)
+            if output.dtype is not dtype:
+                output = output.to(dtype)
         if by_rows and bias is not None:
-            addend = redistribute_tensor(
-                _piece(bias), layout.mesh, tuple(bias.shape), _REPLICATED, moves.bias
-            )
+            addend = _piece(bias)
+            if moves.bias_moves:
+                shape = tuple(bias.shape)
+                addend = redistribute_tensor(addend, layout.mesh, shape, _REPLICATED, moves.bias)
             output = output + addend
         return output
 
@@ -217,22 +232,24 @@ class _Linear(torch.autograd.Function):
         input, weight, *rest = ctx.saved_tensors  # type: ignore[attr-defined]  # noqa: A001  # set in forward; as above
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
         mesh: DeviceMesh = layout.mesh
-        if moves.moves:
+        if moves.grad_moves:
             shape = (*input.shape[:-1], weight.shape[0])
             grad = redistribute_tensor(grad, mesh, shape, moves.out_grad, moves.natural_grad)
         of_input = of_weight = of_bias = None
         if needs[0]:
             of_input = grad.matmul(_piece(weight))
             if reduce:
+                # On a host the reduction has no other processor to run on, and waiting lazily costs more than it.
+                overlaps = not of_input.is_cpu
                 of_input = redistribute_tensor(
-                    of_input, mesh, tuple(of_input.shape), _ADDENDS, _REPLICATED, async_op=True
+                    of_input, mesh, tuple(of_input.shape), _ADDENDS, _REPLICATED, async_op=overlaps
                 )
         flat = _rows(grad)
         if needs[1]:
             of_weight = _wrapped(flat.t().mm(_rows(input)), weight)
         if needs[2]:
             of_bias = _wrapped(flat.sum(0), rest[0])
-        if reduce and of_input is not None:
+        if reduce and of_input is not None and not of_input.is_cpu:
             of_input = wait(of_input)
         return of_input, of_weight, of_bias, None, None, None
 
@@ -258,7 +275,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _piece(parameter: Tensor) -> Tensor:
     """This rank's piece, without history."""
-    return cast("Tensor", getattr(parameter, "_local_tensor", parameter))
+    local: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return local
 
 
 def _wrapped(grad: Tensor, parameter: Tensor) -> Tensor:

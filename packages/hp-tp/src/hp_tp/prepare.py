@@ -96,12 +96,6 @@ class _Inputs:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
-        if self.by_position and len(args) > len(self.by_position):
-            message = (
-                f"{type(module).__name__} was called with {len(args)} positional inputs, but input_layouts has "
-                f"{len(self.by_position)} entries; give one for each input, None for those to be left alone"
-            )
-            raise BoundaryError(message)
         moved = [
             crossing(value, f"input {position} of {type(module).__name__}")
             for position, (value, crossing) in enumerate(zip(args, self.by_position, strict=False))
@@ -174,7 +168,8 @@ class PrepareModuleInput(ParallelStyle):
     """Label and move the inputs of a module.
 
     Args:
-        input_layouts: what plain positional inputs are: one layout, or one for each, None for what is left alone.
+        input_layouts: what plain positional inputs are: one layout, or one for each, None for what is left alone, as inputs
+            beyond the last entry are.
         desired_input_layouts: what the module wants, entry by entry.
         input_kwarg_layouts: the same for inputs passed by name.
         desired_input_kwarg_layouts: likewise.
