@@ -20,6 +20,16 @@ from torch import nn
 R = Replicate()
 
 
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid(tensor: torch.Tensor | None) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
 class Tied(nn.Module):
     """An embedding whose table is the head's weight, and a buffer."""
 
@@ -82,7 +92,7 @@ def test_callbacks_run_in_order_and_their_result_counts() -> None:
         input_fn=lambda _module, inputs, where: tuple(
             distribute_tensor(x, where, [R]) for x in inputs
         ),
-        output_fn=lambda _module, output, _where: output.full_tensor(),
+        output_fn=lambda _module, output, _where: _whole(output),
     )
     assert seen == ["", "0", "1"]
     assert net[0].weight.placements == (Shard(0),)
@@ -99,10 +109,9 @@ def test_the_source_rank_decides() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     rank = torch.distributed.get_rank()
     mine = torch.full((4, 4), float(rank))
-    assert distribute_tensor(mine, mesh, [Shard(0), R]).full_tensor().unique().tolist() == [0]
-    assert distribute_tensor(
-        mine, mesh, [Shard(0), R], src_data_rank=1
-    ).full_tensor().unique().tolist() == [3]
+    for source, value in ((0, 0), (1, 3)):
+        laid = distribute_tensor(mine, mesh, [Shard(0), R], src_data_rank=source)
+        assert _whole(laid).unique().tolist() == [value]
     with CommDebugMode() as comm:
         own = distribute_tensor(mine, mesh, [Shard(0), R], src_data_rank=None)
     assert comm.get_total_counts() == 0

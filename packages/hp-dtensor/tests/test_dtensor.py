@@ -32,6 +32,16 @@ from hp_mesh.testing import spmd
 R = Replicate()
 
 
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid(tensor: torch.Tensor | None) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
 def _close(got: torch.Tensor, want: torch.Tensor, **tolerance: float) -> None:
     whole = got.full_tensor() if isinstance(got, DTensor) else got
     torch.testing.assert_close(whole, want, **tolerance)
@@ -98,7 +108,7 @@ def test_a_partial_value_has_a_replicated_gradient() -> None:
     total = (d * d).sum()
     assert total.is_partial("sum")
     again = DTensor.from_local(total.to_local(), mesh, [Partial()])
-    (again * 3).full_tensor().backward()
+    _whole(again * 3).backward()
     assert d.grad is not None
     _close(d.grad, 6 * x)
 
@@ -132,7 +142,7 @@ def test_double_backward_equals_the_single_device() -> None:
         (g,) = torch.autograd.grad(y.sum(), value, create_graph=True)
         total = (g * g).sum()
         if isinstance(total, DTensor):
-            total = total.full_tensor()
+            total = _whole(total)
         (h,) = torch.autograd.grad(total, value)
         return h
 
@@ -284,7 +294,7 @@ def test_strict_mode_names_the_hidden_collective() -> None:
             a @ a
         a.redistribute(placements=[R])
         (a + a).relu()
-    _close(a @ a, a.full_tensor() @ a.full_tensor())
+    _close(a @ a, _whole(a) @ _whole(a))
 
 
 @spmd(world_size=4)

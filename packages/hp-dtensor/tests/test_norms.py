@@ -20,6 +20,18 @@ from hp_mesh.testing import spmd
 from torch import nn
 
 R = Replicate()
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid(tensor: torch.Tensor | None) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
 INF = float("inf")
 
 
@@ -67,7 +79,7 @@ def test_clipping_scales_every_gradient_by_the_same_number() -> None:
     got, want = clip_grad_norm_(mine, 0.5), nn.utils.clip_grad_norm_(alone, 0.5)
     torch.testing.assert_close(got, want)
     for p, q in zip(mine, alone, strict=True):
-        whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        whole = _whole(p.grad) if isinstance(p.grad, DTensor) else p.grad
         torch.testing.assert_close(whole, q.grad)
 
 
@@ -102,4 +114,4 @@ def test_torchs_own_clipping_works_on_one_mesh() -> None:
         q.grad = g.clone()
         got, want = (nn.utils.clip_grad_norm_([t], 1.0, norm_type=order) for t in (p, q))
         torch.testing.assert_close(float(got), float(want))
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        torch.testing.assert_close(_whole(p.grad), q.grad)
