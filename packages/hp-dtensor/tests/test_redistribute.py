@@ -372,11 +372,11 @@ def test_async_results_are_right_whenever_they_are_used() -> None:
         assert torch.equal(got * 1, want)
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
+class _Meter(TorchDispatchMode):
     """The collectives and the largest tensor made, seen from outside our code."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.collectives: list[str] = []
         self.largest = 0
 
@@ -477,11 +477,11 @@ def test_shard_to_shard_holds_at_most_two_shards_beside_the_source() -> None:
         assert got.nbytes <= min(peaks) <= 2 * largest, (source, target)
 
 
-class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class is untyped
+class _Memory(TorchDispatchMode):
     """The most bytes of new storage that are alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -498,7 +498,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's cl
             storage = out.untyped_storage()
             if storage._cdata not in given:
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        for key in [k for k, (alive, _) in self._alive.items() if alive.expired()]:  # type: ignore[no-untyped-call]
+        for key in [k for k, (alive, _) in self._alive.items() if alive.expired()]:
             del self._alive[key]
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
         return out
