@@ -4,8 +4,11 @@ Each compares with a single-device run of the same steps. They touch what torch 
 parameters and the compiler, so they also run on the oldest torch that we support.
 """
 
+from __future__ import annotations
+
 import copy
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hp_dtensor import CommDebugMode, Replicate, Shard, clip_grad_norm_, get_total_norm
-from hp_mesh import init_device_mesh
+from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
     ColwiseParallel,
@@ -23,7 +26,7 @@ from hp_tp import (
     parallelize_module,
 )
 from hp_tp.testing import check_plan
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -34,60 +37,65 @@ WIDTH, HEADS, VOCABULARY = 16, 4, 20
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.wo = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x, scale):
+    def forward(self, x: Tensor, scale: float) -> Any:
         b, t, _ = x.shape
-        q, k, v = (w(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         y = F.scaled_dot_product_attention(q * scale, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).reshape(b, t, -1))
 
 
 class FeedForward(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.w1, self.w3 = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24)
         self.w2 = nn.Linear(24, WIDTH)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.feed_forward = Attention(), FeedForward()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.attention_norm(x), 0.7)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Decoder(nn.Module):
-    def __init__(self, depth=2):
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.emb = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(depth))
         self.norm = nn.RMSNorm(WIDTH)
         self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> Any:
         x = self.emb(ids)
         for layer in self.layers:
             x = layer(x)
         return self.out(self.norm(x))
 
 
-def plan(*, sequence_parallel, local=True):
+def plan(*, sequence_parallel: bool, local: bool = True) -> Any:
     """The plan of the decoder, with or without the sequence cut between blocks."""
     between = S(1) if sequence_parallel else R
     norm = SequenceParallel() if sequence_parallel else None
     enter = PrepareModuleInput(
-        input_layouts=(between, None), desired_input_layouts=(R, None), use_local_output=local and not sequence_parallel
+        input_layouts=(between, None),
+        desired_input_layouts=(R, None),
+        use_local_output=local and not sequence_parallel,
     )
     return {
         "emb": RowwiseParallel(output_layouts=between),
@@ -106,7 +114,7 @@ def plan(*, sequence_parallel, local=True):
     }
 
 
-def start(*shape):
+def start(*shape: tuple[int, ...]) -> DeviceMesh:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     names = ("dp", "tp")[-len(shape) :]
@@ -115,11 +123,11 @@ def start(*shape):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
-def test_decoder_equals_one_device(sequence_parallel, size):
+def test_decoder_equals_one_device(sequence_parallel: bool, size: int) -> None:
     """Embedding, attention, feed-forward, norms and head together: logits and every gradient."""
 
     @spmd(world_size=size, timeout=120)
-    def run():
+    def run() -> None:
         ids = torch.randint(0, VOCABULARY, (2, 8))
         check_plan(Decoder(), start(size), plan(sequence_parallel=sequence_parallel), ids)
 
@@ -127,7 +135,7 @@ def test_decoder_equals_one_device(sequence_parallel, size):
 
 
 @spmd(world_size=2, timeout=120)
-def test_collectives_of_a_sequence_parallel_block():
+def test_collectives_of_a_sequence_parallel_block() -> None:
     """One gather and one scatter around attention and feed-forward, mirrored backward, and the norms' small sums."""
     mesh = start(2)
     layer = parallelize_module(Block(), mesh, plan(sequence_parallel=True)["layers.*"])
@@ -142,7 +150,7 @@ def test_collectives_of_a_sequence_parallel_block():
     assert backward.get_total_counts() == 4 + 3
 
 
-def train(model, parameters, batches, rank, replicas, norms):
+def train(model: Any, parameters: Any, batches: Any, rank: Any, replicas: Any, norms: Any) -> Any:
     """AdamW with clipping; this replica's part of each batch. Returns the losses of the whole batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -163,7 +171,7 @@ def train(model, parameters, batches, rank, replicas, norms):
     return losses
 
 
-def shard_fully(model, mesh):
+def shard_fully(model: Any, mesh: DeviceMesh) -> Any:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])
@@ -171,7 +179,7 @@ def shard_fully(model, mesh):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @spmd(world_size=4, timeout=180)
-def test_fsdp_over_tp_trains_like_one_device(recompute):
+def test_fsdp_over_tp_trains_like_one_device(recompute: bool) -> None:
     """Losses, gradient norms and parameters of several AdamW steps, dp=2 and tp=2, with and without recomputation."""
     mesh = start(2, 2)
     reference = Decoder()
@@ -189,16 +197,22 @@ def test_fsdp_over_tp_trains_like_one_device(recompute):
     torch.testing.assert_close(losses, rights, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(norms, right_norms, rtol=1e-4, atol=1e-5)
     for (name, ours), right in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), right, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours.full_tensor(),
+            right,
+            rtol=1e-3,
+            atol=1e-4,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
-def recomputed(forward):
+def recomputed(forward: Any) -> Any:
     """*forward* with its activations computed again in the backward."""
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
 @spmd(world_size=4, timeout=120)
-def test_full_tensor_after_fsdp_over_tp():
+def test_full_tensor_after_fsdp_over_tp() -> None:
     """Rows cut by tp and then by dp come back in order, and each rank holds the rows it should."""
     mesh = start(2, 2)
     x = torch.arange(8.0).reshape(8, 1)
@@ -211,12 +225,12 @@ def test_full_tensor_after_fsdp_over_tp():
     assert torch.equal(layer.weight.to_local(), x[tp * 4 + dp * 2 : tp * 4 + dp * 2 + 2])
 
 
-def state_of(model):
+def state_of(model: Any) -> Any:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 @spmd(world_size=4, timeout=180)
-def test_checkpoints_load_in_any_layout():
+def test_checkpoints_load_in_any_layout() -> None:
     """Saved at dp=2, tp=2: loads at tp=4, at dp=4 and whole, bit for bit."""
     mesh = start(2, 2)
     source = Decoder()
@@ -227,7 +241,7 @@ def test_checkpoints_load_in_any_layout():
     dist.broadcast_object_list(folder)
     dcp.save(state_of(model), checkpoint_id=folder[0])
 
-    def load(into):
+    def load(into: Any) -> None:
         state = state_of(into)
         dcp.load(state, checkpoint_id=folder[0])
         into.load_state_dict(state)
@@ -237,19 +251,25 @@ def test_checkpoints_load_in_any_layout():
             assert torch.equal(whole, right), name
 
     load(Decoder())
-    load(parallelize_module(Decoder(), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), plan(sequence_parallel=False)))
+    load(
+        parallelize_module(
+            Decoder(),
+            init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
+            plan(sequence_parallel=False),
+        )
+    )
     sharded = Decoder()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
     load(sharded)
 
 
-def whole_of(tensor):
+def whole_of(tensor: Tensor) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @spmd(world_size=2, timeout=300)
-def test_compiled_block(sequence_parallel):
+def test_compiled_block(sequence_parallel: bool) -> None:
     """One graph, forward and backward, with the numbers of one device."""
     mesh = start(2)
     block = Block()
@@ -268,11 +288,17 @@ def test_compiled_block(sequence_parallel):
     torch.testing.assert_close(y, cut(right), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(piece.grad, cut(whole.grad), rtol=1e-4, atol=1e-5)
     for (name, p), q in zip(block.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            whole_of(p.grad),
+            q.grad,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @spmd(world_size=2, timeout=300)
-def test_compiled_decoder():
+def test_compiled_decoder() -> None:
     """Embedding, blocks and head in one graph."""
     mesh = start(2)
     model = Decoder(1)
@@ -290,7 +316,7 @@ def test_compiled_decoder():
 
 
 @spmd(world_size=4, timeout=120)
-def test_gradient_norm_over_two_meshes():
+def test_gradient_norm_over_two_meshes() -> None:
     """The total norm counts each element once, whichever mesh a parameter lives on."""
     mesh = start(2, 2)
     model = Decoder(1)

@@ -1,13 +1,16 @@
 """Plans: matching, checking and ties."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from hp_dtensor import DTensor, Replicate, Shard
-from hp_mesh import init_device_mesh
+from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
     ColwiseParallel,
@@ -20,7 +23,7 @@ from hp_tp import (
     parallelize_module,
 )
 from hp_tp.testing import check_plan
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
@@ -28,34 +31,34 @@ from torch.distributed.tensor.parallel import parallelize_module as torch_parall
 R, S = Replicate(), Shard
 
 
-def tp(size):
+def tp(size: int) -> DeviceMesh:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
 class Mlp(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return self.fc2(self.fc1(x).relu())
 
 
 class Tower(nn.Module):
-    def __init__(self, depth=11):
+    def __init__(self, depth: int = 11) -> None:
         super().__init__()
         self.mlp = Mlp()
         self.layers = nn.ModuleList(nn.ModuleDict({"mlp": Mlp()}) for _ in range(depth))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
             x = x + layer["mlp"](x)
         return self.mlp(x)
 
 
-def paths(plan, model=None, **kwargs):
+def paths(plan: Any, model: Any = None, **kwargs: Any) -> Any:
     return [match.path for match in match_plan(model or Tower(), plan, **kwargs)]
 
 
@@ -71,23 +74,23 @@ def paths(plan, model=None, **kwargs):
         ("layers..3.mlp.", ["layers.3.mlp"]),
     ],
 )
-def test_keys_name_modules_level_by_level(key, expected):
+def test_keys_name_modules_level_by_level(key: Any, expected: Any) -> None:
     """One segment for one level; patterns for child names; empty tokens count for nothing."""
     assert paths({key: ColwiseParallel()}) == expected
 
 
-def test_a_segment_is_not_tried_on_the_parent_again():
+def test_a_segment_is_not_tried_on_the_parent_again() -> None:
     """A key below ``layers`` never reaches a child of the root with the same name."""
     assert paths({"layers.*.mlp": ColwiseParallel()}) == [f"layers.{i}.mlp" for i in range(11)]
 
 
-def test_nested_plans_and_none():
+def test_nested_plans_and_none() -> None:
     """A value may be a plan for what is below, or None for nothing."""
     plan = {"mlp": {"fc1": ColwiseParallel(), "": SequenceParallel(), "fc2": None}, "layers": None}
     assert paths(plan) == ["mlp.fc1", "mlp"]
 
 
-def test_wrappers_are_looked_through():
+def test_wrappers_are_looked_through() -> None:
     """Keys of the plain model find the modules of a checkpointed or compiled one."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -96,7 +99,7 @@ def test_wrappers_are_looked_through():
     assert paths({"mlp.fc1": ColwiseParallel()}, model) == ["mlp._checkpoint_wrapped_module.fc1"]
 
 
-def test_unmatched_keys_are_an_error_that_names_them():
+def test_unmatched_keys_are_an_error_that_names_them() -> None:
     """Nothing is changed, all keys are listed, each with its nearest names."""
     model = Tower(2)
     plan = {
@@ -120,7 +123,7 @@ def test_unmatched_keys_are_an_error_that_names_them():
 
 
 @spmd(world_size=2, timeout=120)
-def test_unmatched_keys_leave_the_model_alone():
+def test_unmatched_keys_leave_the_model_alone() -> None:
     """The error comes before the first parameter is cut."""
     model = Mlp()
     with pytest.raises(UnmatchedKeyError, match="fc_2"):
@@ -130,7 +133,7 @@ def test_unmatched_keys_leave_the_model_alone():
 
 
 @spmd(world_size=4, timeout=120)
-def test_what_is_no_plan_or_no_mesh():
+def test_what_is_no_plan_or_no_mesh() -> None:
     """A mesh of two axes, a plan that is none, and no plan at all."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -148,7 +151,7 @@ def test_what_is_no_plan_or_no_mesh():
 
 
 @spmd(world_size=2, timeout=120)
-def test_whole_tower():
+def test_whole_tower() -> None:
     """Patterns over layers give the numbers of one device."""
     plan = {
         "layers.*.mlp": {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
@@ -159,7 +162,7 @@ def test_whole_tower():
 
 
 @spmd(world_size=2, timeout=120)
-def test_one_style_object_for_many_modules():
+def test_one_style_object_for_many_modules() -> None:
     """A style is a value: shared between kinds of modules and plans, and unchanged by use."""
     mesh = tp(2)
     style = RowwiseParallel(input_layouts=R)
@@ -175,13 +178,13 @@ def test_one_style_object_for_many_modules():
 
 
 class Tied(nn.Module):
-    def __init__(self, device=None):
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()
         self.emb = nn.Embedding(10, 4, device=device)
         self.out = nn.Linear(4, 10, bias=False, device=device)
         self.out.weight = self.emb.weight
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> Any:
         return self.out(self.emb(ids))
 
 
@@ -189,7 +192,7 @@ TIED = {"emb": RowwiseParallel(), "out": ColwiseParallel(output_layouts=R)}
 
 
 @spmd(world_size=2, timeout=120)
-def test_tied_weights_stay_tied():
+def test_tied_weights_stay_tied() -> None:
     """One parameter in two places is one parameter afterwards, with the sum of both gradients."""
     laid_out = check_plan(Tied(), tp(2), TIED, torch.tensor([[0, 3, 7]]))
     assert laid_out.out.weight is laid_out.emb.weight
@@ -197,7 +200,7 @@ def test_tied_weights_stay_tied():
 
 
 @spmd(world_size=2, timeout=120)
-def test_ties_with_styles_of_torch():
+def test_ties_with_styles_of_torch() -> None:
     """Torch's styles make new parameters; the tie is kept through them as well."""
     mesh = tp(2)
     for plan in (
@@ -209,7 +212,7 @@ def test_ties_with_styles_of_torch():
 
 
 @spmd(world_size=2, timeout=120)
-def test_tie_through_the_meta_device():
+def test_tie_through_the_meta_device() -> None:
     """Laid out on meta, then materialised and initialised: still one parameter."""
     mesh = tp(2)
     model = parallelize_module(Tied(device="meta"), mesh, TIED)
@@ -227,15 +230,17 @@ def test_tie_through_the_meta_device():
 
 
 @spmd(world_size=2, timeout=120)
-def test_ties_that_disagree_are_refused():
+def test_ties_that_disagree_are_refused() -> None:
     """Two layouts for one parameter: the error tells which, and what fits."""
     plan = {"emb": ColwiseParallel(), "out": ColwiseParallel()}
-    with pytest.raises(PlanError, match=r"Linear.weight is laid out as .*tied.*RowwiseParallel for the embedding"):
+    with pytest.raises(
+        PlanError, match=r"Linear.weight is laid out as .*tied.*RowwiseParallel for the embedding"
+    ):
         parallelize_module(Tied(), tp(2), plan)
 
 
 @spmd(world_size=2, timeout=120)
-def test_styles_of_torch_mix_with_ours():
+def test_styles_of_torch_mix_with_ours() -> None:
     """Columns by torch and rows by us, and the other way round."""
     mesh = tp(2)
     torch.manual_seed(0)
@@ -255,7 +260,7 @@ def test_styles_of_torch_mix_with_ours():
 
 
 @spmd(world_size=2, timeout=120)
-def test_our_styles_in_the_function_of_torch():
+def test_our_styles_in_the_function_of_torch() -> None:
     """Torch's ``parallelize_module`` takes our styles, and sets the source rank that it was given."""
     model, x = Mlp(), torch.randn(2, 4)
     reference = copy.deepcopy(model)
@@ -269,23 +274,23 @@ def test_our_styles_in_the_function_of_torch():
 
 
 class Wrapped(nn.Module):
-    def __init__(self, inner):
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Any:
         return 2 * self.inner(x)
 
 
 class Doubling(ParallelStyle):
     """A style of a user, which returns another module."""
 
-    def apply(self, module, device_mesh):
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> Any:
         return Wrapped(module)
 
 
 @spmd(world_size=2, timeout=120)
-def test_a_style_may_return_another_module():
+def test_a_style_may_return_another_module() -> None:
     """What ``apply`` returns takes the module's place, also at the root."""
     mesh, x = tp(2), torch.randn(2, 4)
     model = Mlp()
@@ -296,7 +301,7 @@ def test_a_style_may_return_another_module():
 
 
 @spmd(world_size=2, timeout=120)
-def test_applying_a_style_twice_is_refused_when_layouts_differ():
+def test_applying_a_style_twice_is_refused_when_layouts_differ() -> None:
     """A second, different layout for the same parameter is an error."""
     model = parallelize_module(Mlp(), tp(2), {"fc1": ColwiseParallel()})
     with pytest.raises(PlanError, match="is laid out as"):
@@ -304,7 +309,7 @@ def test_applying_a_style_twice_is_refused_when_layouts_differ():
 
 
 @spmd(world_size=2, timeout=120)
-def test_a_forward_set_on_the_instance_is_not_lost():
+def test_a_forward_set_on_the_instance_is_not_lost() -> None:
     """A module whose ``forward`` somebody replaced is refused instead of silently computing something else."""
     layer = nn.Linear(4, 4)
     layer.forward = lambda x: x

@@ -1,12 +1,14 @@
 """Styles of the boundary: inputs, outputs, and a module that stays whole."""
 
+from __future__ import annotations
+
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from hp_mesh import init_device_mesh
+from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
     BoundaryError,
@@ -20,12 +22,12 @@ from hp_tp import (
     parallelize_module,
 )
 from hp_tp.testing import check_plan
-from torch import nn
+from torch import Tensor, nn
 
 R, P, S = Replicate(), Partial(), Shard
 
 
-def tp(size):
+def tp(size: int) -> DeviceMesh:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -34,7 +36,9 @@ def tp(size):
 class Takes(nn.Module):
     """Takes a tensor, an optional one, a named one and a flag."""
 
-    def forward(self, x, mask=None, *, pos, flag=True):
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, pos: Any, flag: bool = True
+    ) -> Any:
         assert mask is None
         assert flag is True
         self.seen = (x, pos)
@@ -42,7 +46,7 @@ class Takes(nn.Module):
 
 
 @spmd(world_size=2, timeout=120)
-def test_inputs_by_position_and_name():
+def test_inputs_by_position_and_name() -> None:
     """Plain or distributed, by position or name, each is moved; None and flags are left alone."""
     mesh, x, p = tp(2), torch.randn(4, 2), torch.randn(4, 2)
     style = PrepareModuleInput(
@@ -64,7 +68,7 @@ def test_inputs_by_position_and_name():
 
 
 @spmd(world_size=2, timeout=120)
-def test_local_inputs():
+def test_local_inputs() -> None:
     """With ``use_local_output`` the module gets plain tensors."""
     mesh, x = tp(2), torch.randn(4, 2)
     style = PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R, use_local_output=True)
@@ -73,22 +77,26 @@ def test_local_inputs():
 
 
 @spmd(world_size=2, timeout=120)
-def test_wrong_inputs():
+def test_wrong_inputs() -> None:
     """A kind and a name that do not fit, each with what was found."""
     mesh = tp(2)
     pair = PrepareModuleInput(input_layouts=R, desired_input_layouts=R)
     with pytest.raises(AssertionError, match=r"has layout R, but it is 3 of type int"):
         parallelize_module(nn.Identity(), mesh, pair)(3)
-    named = PrepareModuleInput(input_kwarg_layouts={"poss": R}, desired_input_kwarg_layouts={"poss": R})
+    named = PrepareModuleInput(
+        input_kwarg_layouts={"poss": R}, desired_input_kwarg_layouts={"poss": R}
+    )
     with pytest.raises(StyleError, match=r"'poss', which is no input of .*Did you mean 'pos'"):
         parallelize_module(Takes(), mesh, named)
 
 
-def test_layouts_that_do_not_pair():
+def test_layouts_that_do_not_pair() -> None:
     """Lists of different lengths, a missing list and different names."""
     with pytest.raises(AssertionError, match="should have the same length"):
         PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)
-    with pytest.raises(StyleError, match="input_layouts is given but desired_input_layouts is not"):
+    with pytest.raises(
+        StyleError, match="input_layouts is given but desired_input_layouts is not"
+    ):
         PrepareModuleInput(input_layouts=R)
     with pytest.raises(StyleError, match=r"\['a'\] and .*\['b'\]"):
         PrepareModuleInput(input_kwarg_layouts={"a": R}, desired_input_kwarg_layouts={"b": R})
@@ -104,20 +112,24 @@ class Pair(NamedTuple):
 
 
 class Gives(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.kind = kind
 
-    def forward(self, x, y):
+    def forward(self, x: Tensor, y: Any) -> Any:
         return self.kind(x, y)
 
 
 @spmd(world_size=2, timeout=120)
-def test_outputs_keep_their_container():
+def test_outputs_keep_their_container() -> None:
     """A tuple, a named tuple and a list come back as such, each output moved by its entry."""
     mesh, x = tp(2), torch.randn(4, 2)
     style = PrepareModuleOutput(output_layouts=(P, None), desired_output_layouts=(S(0), None))
-    for kind, expected in ((lambda a, b: (a, b), tuple), (Pair, Pair), (lambda a, b: [a, b], list)):
+    for kind, expected in (
+        (lambda a, b: (a, b), tuple),
+        (Pair, Pair),
+        (lambda a, b: [a, b], list),
+    ):
         module = parallelize_module(Gives(kind), mesh, style)
         out = module(x, "text")
         assert type(out) is expected
@@ -129,7 +141,7 @@ def test_outputs_keep_their_container():
 
 
 @spmd(world_size=2, timeout=120)
-def test_one_layout_for_a_nest_of_tensors():
+def test_one_layout_for_a_nest_of_tensors() -> None:
     """A dict of tensors as the single output or input takes the one layout for each of them."""
     mesh, x = tp(2), torch.randn(4, 2)
     style = PrepareModuleInputOutput(
@@ -146,16 +158,16 @@ def test_one_layout_for_a_nest_of_tensors():
 
 
 class Inner(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
 
-    def forward(self, x, scale):
+    def forward(self, x: Tensor, scale: float) -> Any:
         return self.down(torch.relu(self.up(x) * scale))
 
 
 @spmd(world_size=2, timeout=120)
-def test_around_a_pair_of_layers():
+def test_around_a_pair_of_layers() -> None:
     """Sequence pieces in and out of a whole MLP, an extra input untouched, with all gradients."""
     plan = {
         "": PrepareModuleInputOutput(
@@ -171,10 +183,12 @@ def test_around_a_pair_of_layers():
 
 
 @spmd(world_size=2, timeout=120)
-def test_reduce_dtype_of_outputs():
+def test_reduce_dtype_of_outputs() -> None:
     """Addends travel in float32 and come out in bfloat16."""
     mesh = tp(2)
-    style = PrepareModuleOutput(output_layouts=P, desired_output_layouts=R, reduce_dtype=torch.float32)
+    style = PrepareModuleOutput(
+        output_layouts=P, desired_output_layouts=R, reduce_dtype=torch.float32
+    )
     module = parallelize_module(nn.Identity(), mesh, style)
     addend = torch.tensor([256.0 if mesh.get_local_rank() == 0 else 1.5], dtype=torch.bfloat16)
     assert module(addend).dtype == torch.bfloat16
@@ -183,29 +197,31 @@ def test_reduce_dtype_of_outputs():
 @pytest.mark.parametrize("desired", [None, S(0), S(1)])
 @pytest.mark.parametrize("given", [R, S(1), S(0)])
 @spmd(world_size=2, timeout=120)
-def test_no_parallel(given, desired):
+def test_no_parallel(given: Placement, desired: Any) -> None:
     """Whole parameters, whatever comes in and whatever the module computes with."""
     mesh = tp(2)
     style = NoParallel(desired_input_layout=desired)
     for module in (nn.Linear(8, 4), nn.LayerNorm(8)):
         check_plan(module, mesh, style, torch.randn(2, 4, 8), given=[given], distributed=True)
-    laid_out = check_plan(nn.Linear(8, 4), mesh, NoParallel(input_layout=given), torch.randn(2, 4, 8), given=[given])
+    laid_out = check_plan(
+        nn.Linear(8, 4), mesh, NoParallel(input_layout=given), torch.randn(2, 4, 8), given=[given]
+    )
     assert laid_out.weight.placements == (R,)
 
 
 class Counting(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
         self.register_buffer("offset", torch.randn(4))
 
-    def forward(self, x, *rest, **named):
+    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
         self.rest = (rest, named)
         return x * self.weight + self.offset
 
 
 @spmd(world_size=2, timeout=120)
-def test_no_parallel_keeps_buffers_and_extras():
+def test_no_parallel_keeps_buffers_and_extras() -> None:
     """Buffers become replicas too; other inputs pass; the output goes where it shall."""
     mesh = tp(2)
     module = Counting()
@@ -220,7 +236,7 @@ def test_no_parallel_keeps_buffers_and_extras():
 
 
 @spmd(world_size=2, timeout=120)
-def test_whole_between_columns_and_rows():
+def test_whole_between_columns_and_rows() -> None:
     """A module that stays whole between a column- and a row-parallel layer."""
     plan = {
         "0": ColwiseParallel(),

@@ -2,11 +2,12 @@
 
 General layout, bottom up: ``errors``; ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
 (a value crosses), ``placing`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding`` (local computation);
-``tensor_parallel``, ``norm``, ``prepare`` (the styles); ``plan`` (names to styles),
+``tensor_parallel``, ``norm``, ``prepare``, ``attention`` (the styles); ``plan`` (names to styles),
 ``presets`` (plans of known models), ``testing`` (prove a plan).
 """
 
 from hp_tp._version import __version__
+from hp_tp.attention import KVHeadParallel, MultiheadAttentionParallel
 from hp_tp.errors import (
     BoundaryError,
     PlanError,
@@ -38,7 +39,9 @@ __all__ = [
     "BoundaryError",
     "ColwiseParallel",
     "DecoderNames",
+    "KVHeadParallel",
     "Match",
+    "MultiheadAttentionParallel",
     "NoParallel",
     "ParallelPlan",
     "ParallelStyle",

@@ -15,7 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, redistribute_local, to_local
+from hp_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    redistribute_local,
+    to_local,
+)
 from hp_dtensor.layout import resolve
 from hp_dtensor.local import as_ours
 from hp_dtensor.placements import shard_dim
@@ -28,7 +37,16 @@ if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
     from torch import Tensor
 
-__all__ = ["PARTIAL", "REPLICATE", "check_even", "hand_out", "map_tensors", "move", "normal", "layout_on"]
+__all__ = [
+    "PARTIAL",
+    "REPLICATE",
+    "check_even",
+    "hand_out",
+    "layout_on",
+    "map_tensors",
+    "move",
+    "normal",
+]
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
@@ -136,7 +154,12 @@ def check_even(placement: Placement, shape: Sequence[int], mesh: DeviceMesh, whe
 
 
 def hand_out(
-    value: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int] | None, *, local: bool
+    value: Tensor,
+    mesh: DeviceMesh,
+    placement: Placement,
+    shape: Sequence[int] | None,
+    *,
+    local: bool,
 ) -> Tensor:
     """*value*, a plain piece laid out as *placement*, as the module's output: as it is, or wrapped."""
     if local:
@@ -150,11 +173,10 @@ def map_tensors(function: Callable[[Tensor], object], value: object) -> object:
         return function(value)
     if isinstance(value, tuple):
         items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        make = getattr(value, "_make", tuple)  # a named tuple is made from an iterable by this
+        return make(items)
     if isinstance(value, list):
         return [map_tensors(function, item) for item in value]
     if isinstance(value, dict):
         return {key: map_tensors(function, item) for key, item in value.items()}
     return value
-
-

@@ -88,7 +88,12 @@ class EmbeddingLayout:
 
     def _run(self, module: nn.Embedding, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
         ids = move(
-            input, self.mesh, self.input_layout, REPLICATE, local=True, where="the input of an embedding"
+            input,
+            self.mesh,
+            self.input_layout,
+            REPLICATE,
+            local=True,
+            where="the input of an embedding",
         )
         shape = (*ids.shape, module.embedding_dim)
         natural = PARTIAL if self.by_rows else normal(_LAST, len(shape))
@@ -97,7 +102,9 @@ class EmbeddingLayout:
         if moves and self.use_local_output:
             check_even(out, shape, self.mesh, "the output of an embedding")
         table = to_local(module.weight)
-        rows = self._held_rows(module, ids, table) if self.by_rows else _look_up(module, ids, table)
+        rows = (
+            self._held_rows(module, ids, table) if self.by_rows else _look_up(module, ids, table)
+        )
         if moves:
             rows = redistribute_local(
                 rows, self.mesh, (natural,), (out,), shape=shape, forward_dtype=self.reduce_dtype
@@ -116,7 +123,10 @@ class EmbeddingLayout:
             # One more row, of zeros: for a rank without rows, and so that ids that are away count for no row's frequency.
             table = torch.cat([table, table.new_zeros(1, table.shape[1])])
             return F.embedding(
-                ids.masked_fill(away, stop - start), table, padding, scale_grad_by_freq=module.scale_grad_by_freq
+                ids.masked_fill(away, stop - start),
+                table,
+                padding,
+                scale_grad_by_freq=module.scale_grad_by_freq,
             )
         rows = F.embedding(ids.masked_fill(away, 0), table, padding)
         return rows.masked_fill(away.unsqueeze(-1), 0)

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["BoundaryError", "PlanError", "StyleError", "UnmatchedKeyError", "UnsupportedModuleError"]
+__all__ = [
+    "BoundaryError",
+    "PlanError",
+    "StyleError",
+    "UnmatchedKeyError",
+    "UnsupportedModuleError",
+]
 
 
 class PlanError(ValueError):
@@ -28,7 +34,8 @@ class UnmatchedKeyError(PlanError):
     def __init__(self, nearest: Mapping[str, Sequence[str]]) -> None:
         self.nearest = dict(nearest)
         lines = [
-            f"  {key!r}: " + (f"did you mean {' or '.join(map(repr, names))}?" if names else "nothing is like it")
+            f"  {key!r}: "
+            + (f"did you mean {' or '.join(map(repr, names))}?" if names else "nothing is like it")
             for key, names in self.nearest.items()
         ]
         super().__init__(

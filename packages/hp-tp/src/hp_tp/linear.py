@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,7 @@ class LinearLayout:
         if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
             output = self.in_steps(input, weight, bias, reduce=to_reduce)
         else:
-            output = _Linear.apply(input, weight, bias, self, moves, to_reduce)  # type: ignore[no-untyped-call]  # torch declares apply untyped
+            output = _Linear.apply(input, weight, bias, self, moves, to_reduce)
         if self.use_local_output:
             return output
         shape = (*input.shape[:-1], module.out_features)
@@ -139,7 +139,9 @@ class LinearLayout:
         moves = out != natural and self.mesh.size() > 1
         cut = shard_dim(out)
         bias = out if cut is None else _FIRST if cut == ndim - 1 else REPLICATE
-        bias_grad = PARTIAL if cut is not None and cut != ndim - 1 else gradient_placements((bias,))[0]
+        bias_grad = (
+            PARTIAL if cut is not None and cut != ndim - 1 else gradient_placements((bias,))[0]
+        )
         return _Moves(
             label=normal(self.input_layout, ndim),
             wanted=wanted,
@@ -150,27 +152,29 @@ class LinearLayout:
             bias=(bias,),
             bias_grad=(bias_grad,),
             moves=moves,
-            bias_moves=moves and bias != REPLICATE,
+            bias_moves=bias != REPLICATE and self.mesh.size() > 1,
             grad_moves=moves and gradient_placements((out,)) != gradient_placements((natural,)),
             checks=moves and self.use_local_output and cut is not None,
         )
 
-    def in_steps(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, reduce: bool) -> Tensor:  # noqa: A002  # torch's name for it
-        """The output for a plain *input* in the layout wanted, by separate differentiable steps.
+    def in_steps(
+        self, piece: Tensor, weight: Tensor, bias: Tensor | None, *, reduce: bool
+    ) -> Tensor:
+        """The output for a plain input in the layout wanted, by separate differentiable steps.
 
         Args:
-            input: this rank's piece.
+            piece: this rank's piece of the input.
             weight: the distributed weight.
             bias: the distributed bias.
-            reduce: whether the gradient of *input* is an addend to be reduced here.
+            reduce: whether the gradient of *piece* is an addend to be reduced here.
         """
-        moves = self.moves(input.dim())
+        moves = self.moves(piece.dim())
         if reduce:
-            input = redistribute_local(  # noqa: A001  # as above
-                input, self.mesh, (REPLICATE,), (REPLICATE,), grad_placements=(PARTIAL,)
+            piece = redistribute_local(
+                piece, self.mesh, (REPLICATE,), (REPLICATE,), grad_placements=(PARTIAL,)
             )
         inside = None if bias is None or self.by_rows else to_local(bias)
-        output = F.linear(input, to_local(weight), inside)
+        output = F.linear(piece, to_local(weight), inside)
         if moves.moves:
             dtype = output.dtype
             output = redistribute_local(
@@ -183,7 +187,11 @@ class LinearLayout:
             ).to(dtype)
         if self.by_rows and bias is not None:
             addend = redistribute_local(
-                to_local(bias), self.mesh, (REPLICATE,), moves.bias, grad_placements=moves.bias_grad
+                to_local(bias),
+                self.mesh,
+                (REPLICATE,),
+                moves.bias,
+                grad_placements=moves.bias_grad,
             )
             output = output + addend.to(output.dtype)
         return output
@@ -262,7 +270,9 @@ def _twice(
     needs = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]  # as above
     given: tuple[Tensor | None, ...] = (*saved, None)[:3]
     output = layout.in_steps(saved[0], saved[1], given[2], reduce=reduce)
-    wanted = [tensor for tensor, need in zip(given, needs, strict=True) if need and tensor is not None]
+    wanted = [
+        tensor for tensor, need in zip(given, needs, strict=True) if need and tensor is not None
+    ]
     found = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
     return tuple(next(found) if need else None for need in needs)
 

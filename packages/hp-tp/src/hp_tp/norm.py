@@ -80,7 +80,9 @@ class _SequenceLayout:
         whole_shape = tuple(first.shape) if isinstance(first, TorchDTensor) else None
         piece = move(first, self.mesh, self.input_layout, self.cut, local=True, where=where)
         output = piece if compute is None else compute(module, piece, self.cut)
-        return hand_out(output, self.mesh, normal(self.cut, piece.ndim), whole_shape, local=local_output)
+        return hand_out(
+            output, self.mesh, normal(self.cut, piece.ndim), whole_shape, local=local_output
+        )
 
 
 def _is_identity(module: nn.Module) -> bool:
@@ -152,5 +154,3 @@ class SequenceParallel(ParallelStyle):
             module, _SequenceLayout(device_mesh, cut, layout, self.use_local_output, compute)
         )
         return module
-
-

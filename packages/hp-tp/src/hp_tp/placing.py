@@ -17,6 +17,7 @@ from hp_dtensor.spec import spec_of
 from hp_mesh import DeviceMesh
 from torch import nn
 
+from hp_tp._torch import buffers_of, parameters_of
 from hp_tp.errors import PlanError
 
 __all__ = ["place", "replicate"]
@@ -32,7 +33,7 @@ def place(
     """
     todo: list[tuple[str, nn.Parameter, Placement]] = []
     for name, placement in layouts.items():
-        parameter = module._parameters.get(name)
+        parameter = parameters_of(module).get(name)
         if parameter is not None and not _is_placed(module, name, parameter, mesh, placement):
             todo.append((name, parameter, placement))
     for name, parameter, placement in todo:
@@ -62,7 +63,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
     """Lay out every parameter and buffer of *module* and below as replicas."""
     tied: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
-        for name, parameter in list(child._parameters.items()):
+        for name, parameter in list(parameters_of(child).items()):
             if parameter is None:
                 continue
             if parameter in tied:
@@ -70,8 +71,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
                 continue
             place(child, mesh, {name: Replicate()}, source)
             tied[parameter] = getattr(child, name)
-        for name, buffer in list(child._buffers.items()):
+        for name, buffer in list(buffers_of(child).items()):
             if buffer is not None and not _is_placed(child, name, buffer, mesh, Replicate()):
-                child._buffers[name] = distribute_tensor(
+                buffers_of(child)[name] = distribute_tensor(
                     buffer.detach(), mesh, (Replicate(),), src_data_rank=source
                 )

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
+from hp_tp._torch import apply_style, children_of, parameters_of
 from hp_tp.errors import UnmatchedKeyError
 
 __all__ = ["Match", "ParallelPlan", "Unmatched", "match_plan", "parallelize_module"]
@@ -177,7 +178,7 @@ def _find(module: nn.Module, tokens: list[str], path: str) -> Iterator[tuple[str
 
 def _children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The children of *module* with their full names; those of what it wraps, when it is a wrapper."""
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is None:
             continue
         full = _join(path, name)
@@ -211,20 +212,20 @@ def _apply(
     before = [
         (owner, name, parameter)
         for owner in match.module.modules()
-        for name, parameter in owner._parameters.items()
+        for name, parameter in parameters_of(owner).items()
         if parameter is not None
     ]
-    new = style._apply(match.module, mesh)  # the one method that torch's styles have
+    new = apply_style(style, match.module, mesh)
     after = {
         old: changed
         for owner, name, old in before
-        if (changed := owner._parameters.get(name)) is not None and changed is not old
+        if (changed := parameters_of(owner).get(name)) is not None and changed is not old
     }
     if after:
         for owner in root.modules():
-            for name, parameter in owner._parameters.items():
+            for name, parameter in parameters_of(owner).items():
                 if parameter is not None and parameter in after:
-                    owner._parameters[name] = after[parameter]
+                    parameters_of(owner)[name] = after[parameter]
     return new
 
 
@@ -233,5 +234,5 @@ def _exchange(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
     if not path:
         return new
     parent, _, name = path.rpartition(".")
-    root.get_submodule(parent)._modules[name] = new
+    children_of(root.get_submodule(parent))[name] = new
     return root

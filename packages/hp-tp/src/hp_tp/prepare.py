@@ -127,7 +127,9 @@ class _Outputs:
     ) -> object:
         output = forward(module, *args, **kwargs)
         name = type(module).__name__
-        if len(self.crossings) == 1 and not (isinstance(output, (tuple, list)) and len(output) == 1):
+        if len(self.crossings) == 1 and not (
+            isinstance(output, (tuple, list)) and len(output) == 1
+        ):
             return self.crossings[0](output, f"the output of {name}")
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         if len(outputs) != len(self.crossings):
@@ -146,7 +148,10 @@ class _Outputs:
 
 
 def _check_pair(
-    first: Sequence[object] | None, second: Sequence[object] | None, first_name: str, second_name: str
+    first: Sequence[object] | None,
+    second: Sequence[object] | None,
+    first_name: str,
+    second_name: str,
 ) -> None:
     """Refuse two lists of layouts that do not go together."""
     if first is None and second is None:
@@ -259,7 +264,9 @@ class PrepareModuleOutput(ParallelStyle):
     Example:
         >>> from hp_dtensor import Partial, Replicate
         >>> from hp_tp import PrepareModuleOutput
-        >>> style = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
+        >>> style = PrepareModuleOutput(
+        ...     output_layouts=Partial(), desired_output_layouts=Replicate()
+        ... )
     """
 
     output_layouts: Layouts
@@ -270,7 +277,9 @@ class PrepareModuleOutput(ParallelStyle):
     def __post_init__(self) -> None:
         labels, wanted = _several(self.output_layouts), _several(self.desired_output_layouts)
         if labels is None or wanted is None:
-            message = "output_layouts and desired_output_layouts are both needed; None is no layout"
+            message = (
+                "output_layouts and desired_output_layouts are both needed; None is no layout"
+            )
             raise StyleError(message)
         _check_pair(labels, wanted, "output_layouts", "desired_output_layouts")
 
@@ -282,7 +291,8 @@ class PrepareModuleOutput(ParallelStyle):
             strict=True,
         )
         crossings = tuple(
-            _Crossing(device_mesh, a, b, self.use_local_output, self.reduce_dtype) for a, b in pairs
+            _Crossing(device_mesh, a, b, self.use_local_output, self.reduce_dtype)
+            for a, b in pairs
         )
         substitute(module, _Outputs(crossings))
         return module

@@ -168,7 +168,9 @@ def check_degree(degree: int, **counts: int) -> None:
     bad = {name: count for name, count in counts.items() if count % degree}
     if not bad:
         return
-    legal = [d for d in range(1, min(counts.values()) + 1) if not any(c % d for c in counts.values())]
+    legal = [
+        d for d in range(1, min(counts.values()) + 1) if not any(c % d for c in counts.values())
+    ]
     listed = ", ".join(f"{name}={count}" for name, count in bad.items())
     message = f"{degree} ranks cannot share out {listed} whole; degrees that can: {', '.join(map(str, legal))}"
     raise PlanError(message)

@@ -77,7 +77,7 @@ def substitute(module: nn.Module, wrapper: Wrapper) -> None:
         raise PlanError(message)
     before = wrapper_of(module)
     if before is None:
-        module.__class__ = _parallel_class(type(module))
+        module.__class__ = _parallel_class(type(module))  # type: ignore[arg-type]  # a class has a hash
     module.__dict__[_WRAPPER] = wrapper if before is None else _Stacked(wrapper, before)
 
 
@@ -121,5 +121,5 @@ def _parallel_class(base: type[nn.Module]) -> type[nn.Module]:
 
 def _blank(base: type[nn.Module]) -> nn.Module:
     """An instance to load a pickled state into."""
-    made = _parallel_class(base)
+    made = _parallel_class(base)  # type: ignore[arg-type]  # a class has a hash
     return made.__new__(made)

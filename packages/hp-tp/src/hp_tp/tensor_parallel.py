@@ -170,7 +170,8 @@ class RowwiseParallel(ParallelStyle):
         """Cut the parameters of *module* and let it compute its addend."""
         out = self.output_layouts or REPLICATE
         if isinstance(module, nn.Linear):
-            label, wanted = self.input_layouts or _LAST, _LAST
+            wanted: Placement = _LAST
+            label = self.input_layouts or wanted
             place(module, device_mesh, {"weight": _SECOND, "bias": REPLICATE}, self.src_data_rank)
             if _computes_like(module, nn.Linear):
                 substitute(
@@ -182,7 +183,8 @@ class RowwiseParallel(ParallelStyle):
                 return module
         elif isinstance(module, nn.Embedding):
             check_embedding(module)
-            label, wanted = self.input_layouts or REPLICATE, REPLICATE
+            wanted = REPLICATE
+            label = self.input_layouts or wanted
             place(module, device_mesh, {"weight": _FIRST}, self.src_data_rank)
             if _computes_like(module, nn.Embedding):
                 substitute(
@@ -211,5 +213,3 @@ def _unsupported(style: str, module: nn.Module) -> UnsupportedModuleError:
         "SequenceParallel or NoParallel; for anything else give its submodules styles, or write a ParallelStyle."
     )
     return UnsupportedModuleError(message)
-
-

@@ -89,9 +89,9 @@ def check_plan(
     for position, (ours, right) in enumerate(zip(actual, expected, strict=True)):
         check.value(ours, right, label, f"output {position}")
     _backward(actual, expected, device_mesh, label)
-    for position, (piece, right, layout) in enumerate(zip(pieces, whole, layouts, strict=True)):
-        if isinstance(right, torch.Tensor) and right.grad is not None:
-            check.gradient(piece, right.grad, layout or Replicate(), f"input {position}")
+    for position, (piece, tensor, layout) in enumerate(zip(pieces, whole, layouts, strict=True)):
+        if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
+            check.gradient(piece, tensor.grad, layout or Replicate(), f"input {position}")
     rights = dict(reference.named_parameters())
     for name, parameter in laid_out.named_parameters():
         check.parameter(name, parameter, rights[name])
@@ -133,7 +133,9 @@ class _Check:
             if any(a != b and not a.is_partial() for a, b in zip(found, wanted, strict=True)):
                 message = f"the gradient of {what} is laid out as {found} and not as {wanted}"
                 raise AssertionError(message)
-        self.value(tensor.grad, expected, gradient_placements((layout,))[0], f"the gradient of {what}")
+        self.value(
+            tensor.grad, expected, gradient_placements((layout,))[0], f"the gradient of {what}"
+        )
 
     def parameter(self, name: str, parameter: Tensor, expected: Tensor) -> None:
         what = f"parameter {name!r}"
@@ -192,7 +194,9 @@ def _backward(
         grad = torch.randn(right.shape, generator=generator).to(right)
         right.backward(grad, retain_graph=True)
         placements = ours.placements if isinstance(ours, TorchDTensor) else (layout,)
-        laid_out = distribute_tensor(grad, mesh, gradient_placements(placements), src_data_rank=None)
+        laid_out = distribute_tensor(
+            grad, mesh, gradient_placements(placements), src_data_rank=None
+        )
         ours.backward(
             laid_out if isinstance(ours, TorchDTensor) else laid_out.to_local(), retain_graph=True
         )

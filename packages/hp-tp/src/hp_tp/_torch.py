@@ -1,0 +1,32 @@
+"""What torch calls private and we use, in one place; each use with the reason why the public surface does not do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+    from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
+
+__all__ = ["apply_style", "buffers_of", "children_of", "parameters_of"]
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters, None ones and repeated ones included; the public iterators skip both."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, to exchange one without making it persistent."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's children under every name they have; the public iterator skips the second name of one."""
+    return module._modules
+
+
+def apply_style(style: TorchStyle, module: nn.Module, mesh: TorchMesh) -> nn.Module:
+    """Apply a style of ours or of torch's; the one method that both have has an underscore."""
+    return style._apply(module, mesh)
