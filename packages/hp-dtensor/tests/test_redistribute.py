@@ -376,7 +376,7 @@ class _Meter(TorchDispatchMode):
     """The collectives and the largest tensor made, seen from outside our code."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[str] = []
         self.largest = 0
 
@@ -481,7 +481,7 @@ class _Memory(TorchDispatchMode):
     """The most bytes of new storage that are alive at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -504,6 +504,7 @@ class _Memory(TorchDispatchMode):
         return out
 
 
+@pytest.mark.seam
 @spmd(world_size=2)
 def test_addends_of_a_masked_lookup_are_masked_before_they_are_reduced() -> None:
     """Torch's own vocabulary-sharded embedding, its result moved by us, against the lookup on one device."""

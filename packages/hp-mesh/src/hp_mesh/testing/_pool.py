@@ -265,7 +265,7 @@ def _fork_is_safe() -> bool:
 
     A timer (pytest-timeout has one per test) sleeps and holds no lock that a child could need.
     """
-    accelerator_in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    accelerator_in_use: bool = torch.cuda.is_initialized()
     threads = [t for t in threading.enumerate() if not isinstance(t, threading.Timer)]
     return len(threads) == 1 and not accelerator_in_use and _torch.world_group() is None
 
