@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from hp_dtensor.placements import Placement, Replicate, Shard
-from hp_dtensor.rules._labels import Dims, broadcast_dims, label_strategies
+from hp_dtensor.rules._labels import Dims, broadcast_dims, fills, label_strategies
 from hp_dtensor.rules._registry import (
     LocalCall,
     Localizer,
@@ -270,8 +270,11 @@ register_rule(aten_ops("diag_embed.default"), _diagonal_matrix, linear=_linear)
 
 # --- signals ----------------------------------------------------------------------------------
 
-register_rule(aten_ops("_fft_c2c.default"), along(1), linear=_linear)
-register_rule(aten_ops("_fft_r2c.default", "_fft_c2r.default"), along(1), linear=_linear)
+register_rule(
+    aten_ops("_fft_c2c.default", "_fft_r2c.default", "_fft_c2r.default"),
+    along(1, empty=False),
+    linear=_linear,
+)
 
 # --- counting ---------------------------------------------------------------------------------
 
@@ -307,7 +310,8 @@ def _weight_norm(dim_position: int) -> Rule:
         def place(meta: TensorMeta) -> Placement:
             return Shard(dim if len(meta.shape) == ndim else 0) if meta.shape else REPLICATE
 
-        if ndim and call.tensors[0].shape[dim] == max(call.tensors[1].shape, default=0):
+        channels = call.tensors[0].shape[dim] if ndim else 0
+        if channels == max(call.tensors[1].shape, default=0) and fills(channels, call.axis_size):
             yield Strategy(
                 tuple(None if meta is None else place(meta) for meta in call.outputs),
                 tuple(place(meta) for meta in call.tensors),

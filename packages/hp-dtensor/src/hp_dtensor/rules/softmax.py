@@ -18,11 +18,11 @@ from hp_dtensor.rules.view import as_dims
 __all__ = ["along"]
 
 
-def along(position: int, name: str = "dim", default: object = None) -> Rule:
+def along(position: int, name: str = "dim", default: object = None, *, empty: bool = True) -> Rule:
     """Return the rule of an operator on tensors of one shape that must see a dim whole.
 
     The dim is the argument at *position*; without it the operator sees all dims. Tensors that
-    lack dims or are of size 1 in some are broadcast.
+    lack dims or are of size 1 in some are broadcast. Without *empty* it cannot run on no elements.
     """
 
     def rule(call: OpCall) -> Iterator[Strategy]:
@@ -40,6 +40,7 @@ def along(position: int, name: str = "dim", default: object = None) -> Rule:
             [labels(broadcast_dims(meta)) for meta in call.tensors],
             [None if meta is None else labels(broadcast_dims(meta)) for meta in call.outputs],
             reduce=None,
+            empty=empty,
         )
 
     return rule
