@@ -26,6 +26,7 @@ R, S = Replicate(), Shard
 
 
 def tp(size: int) -> DeviceMesh:
+    """A mesh of one axis, and the same random numbers on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -87,7 +88,7 @@ class Calls(nn.Module):
         )
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "self": ({}, {"need_weights": False}, False),
     "weights": ({}, {}, False),
     "weights of each head": ({}, {"average_attn_weights": False}, False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ class Decoder(nn.Module):
         return self.out(self.norm(x))
 
 
-def plan(*, sequence_parallel: bool, local: bool = True) -> Any:
+def plan(*, sequence_parallel: bool, local: bool = True) -> dict[str, Any]:
     """The plan of the decoder, with or without the sequence cut between blocks."""
     between = S(1) if sequence_parallel else R
     norm = SequenceParallel() if sequence_parallel else None
@@ -114,7 +115,14 @@ def plan(*, sequence_parallel: bool, local: bool = True) -> Any:
     }
 
 
-def start(*shape: tuple[int, ...]) -> DeviceMesh:
+def whole_of(tensor: Any) -> Tensor:
+    """The whole of a distributed tensor; a plain one as it is."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def start(*shape: int) -> DeviceMesh:
+    """A mesh whose last axis is tp, and the same random numbers on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     names = ("dp", "tp")[-len(shape) :]
@@ -150,7 +158,9 @@ def test_collectives_of_a_sequence_parallel_block() -> None:
     assert backward.get_total_counts() == 4 + 3
 
 
-def train(model: Any, parameters: Any, batches: Any, rank: Any, replicas: Any, norms: Any) -> Any:
+def train(
+    model: nn.Module, batches: list[Tensor], rank: int, replicas: int, norms: list[float]
+) -> list[float]:
     """AdamW with clipping; this replica's part of each batch. Returns the losses of the whole batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -167,14 +177,19 @@ def train(model: Any, parameters: Any, batches: Any, rank: Any, replicas: Any, n
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
         losses.append(float(mean))
-    del parameters
     return losses
 
 
-def shard_fully(model: Any, mesh: DeviceMesh) -> Any:
+def named(name: str) -> Callable[[str], str]:
+    """A message that says which parameter differs."""
+    return lambda text: f"{name}: {text}"
+
+
+def shard_fully(model: Any, mesh: DeviceMesh) -> None:
+    """FSDP2 over dp, block by block."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -190,20 +205,15 @@ def test_fsdp_over_tp_trains_like_one_device(recompute: bool) -> None:
             layer.forward = recomputed(layer.forward)
     shard_fully(model, mesh)
     batches = [torch.randint(0, VOCABULARY, (4, 9)) for _ in range(4)]
-    norms, right_norms = [], []
+    norms: list[float] = []
+    right_norms: list[float] = []
     rank = mesh.get_local_rank("dp")
-    losses = train(model, None, batches, rank, 2, norms)
-    rights = train(reference, None, batches, 0, 1, right_norms)
+    losses = train(model, batches, rank, 2, norms)
+    rights = train(reference, batches, 0, 1, right_norms)
     torch.testing.assert_close(losses, rights, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(norms, right_norms, rtol=1e-4, atol=1e-5)
     for (name, ours), right in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours.full_tensor(),
-            right,
-            rtol=1e-3,
-            atol=1e-4,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        torch.testing.assert_close(whole_of(ours), right, rtol=1e-3, atol=1e-4, msg=named(name))
 
 
 def recomputed(forward: Any) -> Any:
@@ -220,12 +230,14 @@ def test_full_tensor_after_fsdp_over_tp() -> None:
     layer.weight.data.copy_(x)
     parallelize_module(layer, mesh["tp"], ColwiseParallel())
     fully_shard(layer, mesh=mesh["dp"])
-    assert torch.equal(layer.weight.full_tensor(), x)
-    dp, tp = mesh.get_coordinate()
-    assert torch.equal(layer.weight.to_local(), x[tp * 4 + dp * 2 : tp * 4 + dp * 2 + 2])
+    weight: Any = layer.weight
+    assert torch.equal(whole_of(weight), x)
+    dp, tp = mesh.get_coordinate() or (0, 0)
+    assert torch.equal(weight.to_local(), x[tp * 4 + dp * 2 : tp * 4 + dp * 2 + 2])
 
 
-def state_of(model: Any) -> Any:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds."""
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
@@ -241,14 +253,12 @@ def test_checkpoints_load_in_any_layout() -> None:
     dist.broadcast_object_list(folder)
     dcp.save(state_of(model), checkpoint_id=folder[0])
 
-    def load(into: Any) -> None:
+    def load(into: nn.Module) -> None:
         state = state_of(into)
         dcp.load(state, checkpoint_id=folder[0])
         into.load_state_dict(state)
         for name, right in source.state_dict().items():
-            found = into.state_dict()[name]
-            whole = found.full_tensor() if hasattr(found, "full_tensor") else found
-            assert torch.equal(whole, right), name
+            assert torch.equal(whole_of(into.state_dict()[name]), right), name
 
     load(Decoder())
     load(
@@ -263,10 +273,6 @@ def test_checkpoints_load_in_any_layout() -> None:
     load(sharded)
 
 
-def whole_of(tensor: Tensor) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @spmd(world_size=2, timeout=300)
 def test_compiled_block(sequence_parallel: bool) -> None:
@@ -275,7 +281,7 @@ def test_compiled_block(sequence_parallel: bool) -> None:
     block = Block()
     reference = copy.deepcopy(block)
     parallelize_module(block, mesh, plan(sequence_parallel=sequence_parallel)["layers.*"])
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(block, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 8, WIDTH)
     rank = mesh.get_local_rank()
     piece = (x.chunk(2, 1)[rank] if sequence_parallel else x).clone().requires_grad_()
@@ -283,18 +289,16 @@ def test_compiled_block(sequence_parallel: bool) -> None:
     y, right = compiled(piece), reference(whole)
     grad = torch.randn_like(x)
     right.backward(grad)
-    cut = (lambda t: t.chunk(2, 1)[rank]) if sequence_parallel else (lambda t: t)
+
+    def cut(tensor: Any) -> Tensor:
+        own: Tensor = tensor.chunk(2, 1)[rank] if sequence_parallel else tensor
+        return own
+
     y.backward(cut(grad).contiguous())
     torch.testing.assert_close(y, cut(right), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(piece.grad, cut(whole.grad), rtol=1e-4, atol=1e-5)
     for (name, p), q in zip(block.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(
-            whole_of(p.grad),
-            q.grad,
-            rtol=1e-4,
-            atol=1e-5,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-4, atol=1e-5, msg=named(name))
 
 
 @spmd(world_size=2, timeout=300)
@@ -304,7 +308,7 @@ def test_compiled_decoder() -> None:
     model = Decoder(1)
     reference = copy.deepcopy(model)
     parallelize_module(model, mesh, plan(sequence_parallel=True))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     ids = torch.randint(0, VOCABULARY, (2, 8))
     y, right = compiled(ids), reference(ids)
     torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-5)
@@ -312,7 +316,7 @@ def test_compiled_decoder() -> None:
     y.backward(grad)
     right.backward(grad)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-4, atol=1e-5)
 
 
 @spmd(world_size=4, timeout=120)
@@ -325,6 +329,6 @@ def test_gradient_norm_over_two_meshes() -> None:
     ids = torch.randint(0, VOCABULARY, (2, 8))
     model(ids).square().mean().backward()
     reference(ids).square().mean().backward()
-    ours = get_total_norm([p.grad for p in model.parameters()])
-    right = get_total_norm([p.grad for p in reference.parameters()])
+    ours = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    right = get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
     torch.testing.assert_close(float(ours), float(right), rtol=1e-4, atol=1e-6)

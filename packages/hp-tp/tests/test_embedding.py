@@ -23,6 +23,7 @@ R, S = Replicate(), Shard
 
 
 def tp(size: int) -> DeviceMesh:
+    """A mesh of one axis, and the same random numbers on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))

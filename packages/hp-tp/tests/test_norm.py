@@ -24,13 +24,15 @@ R, S = Replicate(), Shard
 
 
 def tp(size: int) -> DeviceMesh:
+    """A mesh of one axis, and the same random numbers on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
-def norms() -> Any:
-    out = [
+def norms() -> list[nn.Module]:
+    """A norm of each kind, with random parameters."""
+    out: list[nn.Module] = [
         nn.LayerNorm(4),
         nn.LayerNorm(4, bias=False),
         nn.LayerNorm(4, elementwise_affine=False),
@@ -128,6 +130,7 @@ class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
+        self.shift: Tensor
         self.register_buffer("shift", torch.randn(4))
 
     def forward(self, x: Tensor, flag: bool = False) -> Any:

@@ -14,6 +14,7 @@ from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
     ColwiseParallel,
+    ParallelPlan,
     ParallelStyle,
     PlanError,
     RowwiseParallel,
@@ -32,6 +33,7 @@ R, S = Replicate(), Shard
 
 
 def tp(size: int) -> DeviceMesh:
+    """A mesh of one axis, and the same random numbers on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -54,12 +56,13 @@ class Tower(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
-            x = x + layer["mlp"](x)
+            x = x + layer.get_submodule("mlp")(x)
         return self.mlp(x)
 
 
-def paths(plan: Any, model: Any = None, **kwargs: Any) -> Any:
-    return [match.path for match in match_plan(model or Tower(), plan, **kwargs)]
+def paths(plan: Any, model: nn.Module | None = None) -> list[str]:
+    """The modules that *plan* names."""
+    return [match.path for match in match_plan(model or Tower(), plan)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_wrappers_are_looked_through() -> None:
     """Keys of the plain model find the modules of a checkpointed or compiled one."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    model = Tower(2)
+    model: Any = Tower(2)
     model.mlp = checkpoint_wrapper(model.mlp)
     assert paths({"mlp.fc1": ColwiseParallel()}, model) == ["mlp._checkpoint_wrapped_module.fc1"]
 
@@ -139,10 +142,11 @@ def test_what_is_no_plan_or_no_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match=r"one axis, and this one has 2.*mesh\['tp'\]"):
         parallelize_module(Mlp(), mesh, ColwiseParallel())
-    for plan in (3, {"fc1": 3}, [ColwiseParallel()]):
+    no_plans: list[Any] = [3, {"fc1": 3}, [ColwiseParallel()]]
+    for plan in no_plans:
         with pytest.raises(TypeError, match="a plan is a ParallelStyle or a mapping"):
             parallelize_module(Mlp(), mesh["tp"], plan)
-    model = Mlp()
+    model: Any = Mlp()
     with pytest.warns(UserWarning, match="without a plan"):
         assert parallelize_module(model, mesh["tp"]) is model
     with mesh["tp"]:
@@ -153,7 +157,7 @@ def test_what_is_no_plan_or_no_mesh() -> None:
 @spmd(world_size=2, timeout=120)
 def test_whole_tower() -> None:
     """Patterns over layers give the numbers of one device."""
-    plan = {
+    plan: ParallelPlan = {
         "layers.*.mlp": {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
         "mlp.fc1": ColwiseParallel(),
         "mlp.fc2": RowwiseParallel(),
@@ -167,7 +171,7 @@ def test_one_style_object_for_many_modules() -> None:
     mesh = tp(2)
     style = RowwiseParallel(input_layouts=R)
     linear, table = nn.Linear(4, 4), nn.Embedding(4, 4)
-    check_plan(nn.ModuleDict({"a": linear, "b": table}).a, mesh, style, torch.randn(2, 4))
+    check_plan(linear, mesh, style, torch.randn(2, 4))
     check_plan(table, mesh, style, torch.tensor([[0, 3]]))
     parallelize_module(nn.Linear(4, 4), mesh, style, src_data_rank=None)
     assert style == RowwiseParallel(input_layouts=R)
@@ -215,7 +219,7 @@ def test_ties_with_styles_of_torch() -> None:
 def test_tie_through_the_meta_device() -> None:
     """Laid out on meta, then materialised and initialised: still one parameter."""
     mesh = tp(2)
-    model = parallelize_module(Tied(device="meta"), mesh, TIED)
+    model: Any = parallelize_module(Tied(device="meta"), mesh, TIED)
     assert model.out.weight is model.emb.weight
     assert model.emb.weight.is_meta
     model.to_empty(device="cpu")
@@ -311,7 +315,7 @@ def test_applying_a_style_twice_is_refused_when_layouts_differ() -> None:
 @spmd(world_size=2, timeout=120)
 def test_a_forward_set_on_the_instance_is_not_lost() -> None:
     """A module whose ``forward`` somebody replaced is refused instead of silently computing something else."""
-    layer = nn.Linear(4, 4)
+    layer: Any = nn.Linear(4, 4)
     layer.forward = lambda x: x
     with pytest.raises(PlanError, match="has a forward of its own in its attributes"):
         parallelize_module(layer, tp(2), ColwiseParallel())

@@ -28,6 +28,7 @@ R, P, S = Replicate(), Partial(), Shard
 
 
 def tp(size: int) -> DeviceMesh:
+    """A mesh of one axis, and the same random numbers on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -213,6 +214,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
+        self.offset: Tensor
         self.register_buffer("offset", torch.randn(4))
 
     def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
