@@ -270,8 +270,9 @@ _by_tag: list[tuple[torch.Tag, OpRule]] = []
 
 
 def _overload_names(packet: object) -> list[str]:
+    """Name the overloads, but for those that take dims by name, which distributed tensors lack."""
     names: list[str] = packet.overloads()  # type: ignore[attr-defined]
-    return names
+    return [name for name in names if "name" not in name.lower()]
 
 
 def _overloads(ops: object) -> Iterator[OpOverload]:

@@ -23,32 +23,35 @@ from hp_dtensor.rules._labels import Dims, label_strategies
 from hp_dtensor.rules._registry import LocalCall, OpCall, Strategy, aten_ops, register_rule
 from hp_dtensor.rules.pointwise import linear_in
 
-__all__ = ["localize_index"]
+__all__ = ["at_least_one", "localize_index"]
 
 Intervals = tuple[tuple[int, int], ...]
 
 
 def localize_index(
-    index: torch.Tensor, intervals: Intervals, size: int
+    index: torch.Tensor, intervals: Intervals, size: int, *, negative: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn global indices into positions among the local ones.
 
     Args:
-        index: Indices of any integer dtype in ``[-size, size)``.
+        index: Indices of any integer dtype.
         intervals: The half-open intervals of global indices that are held here, in order.
         size: Number of global indices.
+        negative: Whether negative indices count from the end.
 
     Returns:
-        The local positions (0 where the index is held elsewhere, the number of local indices
-        where no coordinate holds it) and a mask of those held elsewhere.
+        The local positions and a mask of the indices that are held elsewhere, whose position is
+        0. An index that the whole lacks gets a position that a local tensor lacks as well, even
+        one that had no index and was given one (see `at_least_one`).
 
     Example:
         >>> import torch
-        >>> position, foreign = localize_index(torch.tensor([0, 2, 3, -1]), ((2, 4),), 4)
+        >>> position, foreign = localize_index(torch.tensor([0, 2, 3, 4]), ((2, 4),), 4)
         >>> position.tolist(), foreign.tolist()
-        ([0, 0, 1, 1], [True, False, False, False])
+        ([0, 0, 1, 2], [True, False, False, False])
     """
-    index = torch.where(index < 0, index + size, index)
+    if negative:
+        index = torch.where(index < 0, index + size, index)
     position = torch.zeros_like(index)
     foreign = torch.ones_like(index, dtype=torch.bool)
     held = 0
@@ -58,7 +61,22 @@ def localize_index(
         foreign &= ~inside
         held += end - start
     nowhere = (index < 0) | (index >= size)
-    return position.masked_fill_(nowhere, held), foreign & ~nowhere
+    return position.masked_fill_(nowhere, max(held, 1)), foreign & ~nowhere
+
+
+def at_least_one(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return *tensor*, or zeros with one index along *dim* if it has none: to look up nothing in.
+
+    Example:
+        >>> import torch
+        >>> at_least_one(torch.ones(0, 3), 0).shape
+        torch.Size([1, 3])
+    """
+    if tensor.shape[dim]:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = 1
+    return tensor.new_zeros(shape)
 
 
 def _embedding(call: OpCall) -> Iterator[Strategy]:
@@ -77,11 +95,7 @@ def _embedding_local(local: LocalCall) -> Callable[..., object]:
 
     def run(weight: torch.Tensor, indices: torch.Tensor, *_static: object) -> torch.Tensor:
         position, foreign = localize_index(indices, intervals, rows)
-        if not weight.shape[0]:
-            # No local row, so nothing to look up: one row of zeros keeps the check of the index.
-            weight = weight.new_zeros((1, *weight.shape[1:]))
-            position = position.clamp_min(0) + (position > 0).to(position.dtype)
-        found = torch.nn.functional.embedding(position, weight)
+        found: torch.Tensor = call.op(at_least_one(weight, 0), position)
         return found.masked_fill_(foreign.unsqueeze(-1), 0)
 
     return run

@@ -27,7 +27,7 @@ from hp_dtensor.rules._registry import (
     aten_ops,
     register_rule,
 )
-from hp_dtensor.rules.embedding import localize_index
+from hp_dtensor.rules.embedding import at_least_one, localize_index
 from hp_dtensor.rules.pointwise import linear_in
 from hp_dtensor.rules.view import as_dims
 
@@ -123,12 +123,7 @@ def _pick_local(local: LocalCall) -> Callable[..., object]:
         tensor: torch.Tensor, _dim: int, index: torch.Tensor, **kwargs: object
     ) -> torch.Tensor:
         position, foreign = localize_index(index, intervals, size)
-        if not tensor.shape[dim]:
-            shape = list(tensor.shape)
-            shape[dim] = 1
-            tensor = tensor.new_zeros(shape)
-            position = (position > 0).to(position.dtype)
-        found: torch.Tensor = op(tensor, dim, position, **kwargs)
+        found: torch.Tensor = op(at_least_one(tensor, dim), dim, position, **kwargs)
         if alone:
             shape = [1] * found.ndim
             shape[dim] = -1
@@ -231,12 +226,8 @@ def _index_local(local: LocalCall) -> Callable[..., object]:
             index = positions[dim]
             if index is None:
                 continue
-            position, elsewhere = localize_index(index, boxes[dim], sizes[dim])
-            if not tensor.shape[dim]:
-                shape = list(tensor.shape)
-                shape[dim] = 1
-                tensor = tensor.new_zeros(shape)
-                position = (position > 0).to(position.dtype)
+            position, elsewhere = localize_index(index, boxes[dim], sizes[dim], negative=True)
+            tensor = at_least_one(tensor, dim)
             positions[dim] = position
             foreign = elsewhere if foreign is None else foreign | elsewhere
         found: torch.Tensor = op(tensor, positions)
