@@ -19,7 +19,11 @@ from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # What the compiler of torch 2.12 itself does with autograd functions.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 def _compile(program: Callable[..., Tensor]) -> Callable[..., Tensor]:

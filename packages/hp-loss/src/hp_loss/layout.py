@@ -27,7 +27,6 @@ from hp_dtensor import (
     to_local,
 )
 from hp_dtensor.placements import shard_dim
-from hp_dtensor.shards import local_intervals
 from hp_mesh import DeviceMesh
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
@@ -36,7 +35,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hp_loss.cross_entropy import class_dim_of
 from hp_loss.errors import LossLayoutError
-from hp_loss.vocabulary import Vocabulary
+from hp_loss.vocabulary import Vocabulary, held_classes
 
 __all__ = [
     "LogitsLayout",
@@ -200,7 +199,7 @@ def make_layout(
         else:
             batch_axes.append(axis)
     classes = shape[class_dim]
-    vocabulary = Vocabulary(classes, local_intervals(classes, tuple(splits)), tuple(groups))
+    vocabulary = Vocabulary(classes, held_classes(classes, tuple(splits)), tuple(groups))
     return LogitsLayout(mesh, placements, shape, class_dim, vocabulary, tuple(batch_axes))
 
 

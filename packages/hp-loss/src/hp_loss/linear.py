@@ -57,8 +57,8 @@ from hp_loss.vocabulary import Vocabulary, vocabulary_of_group
 
 __all__ = ["linear_cross_entropy"]
 
-CHUNK_ELEMENTS = 2**23
-"""Logits per chunk if the caller doesn't say: 32 MB in 32 bits, which keeps a matrix unit busy."""
+CHUNK_ELEMENTS = 2**22
+"""Logits per chunk if the caller doesn't say: 16 MB in 32 bits, which keeps a matrix unit busy."""
 
 
 def linear_cross_entropy(
@@ -96,7 +96,7 @@ def linear_cross_entropy(
         z_loss: factor of the squared logsumexp, which is added per valid token.
         group: for plain tensors, the ranks over which the head is cut, in order.
         vocab_size: for plain tensors, the number of classes, if the head's shards are uneven.
-        chunk_size: tokens per chunk; by default as many as give `2**23` logits.
+        chunk_size: tokens per chunk; by default as many as give `2**22` logits.
 
     Returns:
         As `vocab_parallel_cross_entropy`.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hp_loss.errors import LossLayoutError
 
-__all__ = ["Vocabulary", "vocabulary_of_group", "whole_vocabulary"]
+__all__ = ["Vocabulary", "held_classes", "vocabulary_of_group", "whole_vocabulary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,14 @@ class Vocabulary:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
+def held_classes(size: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The classes that are left of *size* after *splits*, as `hp_dtensor.shards.local_intervals` says."""
+    if torch.compiler.is_compiling():
+        # A compiler looks through the cache, and warns that it does.
+        return local_intervals.__wrapped__(size, splits)
+    return local_intervals(size, splits)
+
+
 def whole_vocabulary(size: int) -> Vocabulary:
     """A vocabulary that every rank holds in full."""
     return Vocabulary(size, ((0, size),) if size else ())
@@ -98,7 +106,7 @@ def vocabulary_of_group(
         return whole_vocabulary(local_size)
     ranks, rank = group.size(), group.rank()
     total = local_size * ranks if size is None else size
-    found = Vocabulary(total, local_intervals(total, ((ranks, rank, 1),)), (group,))
+    found = Vocabulary(total, held_classes(total, ((ranks, rank, 1),)), (group,))
     if found.local_size != local_size:
         raise LossLayoutError(
             f"a vocabulary of {total} classes over {ranks} ranks gives rank {rank} of the group {found.local_size} of them "
