@@ -36,7 +36,7 @@ def test_commands_are_found() -> None:
     assert commands(page) == ["one", "two"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_readme_runs(page: Path, tmp_path: Path) -> None:
     """Each README has code, and each block of it runs with plain python in an empty folder."""
