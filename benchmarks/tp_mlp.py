@@ -222,9 +222,7 @@ def ours_gated() -> nn.Module:
 
 def kept_bytes(model: nn.Module) -> int:
     """Bytes of the storages, other than parameters, that a forward keeps for its backward."""
-    own = {
-        getattr(p, "_local_tensor", p).untyped_storage().data_ptr() for p in model.parameters()
-    }
+    own = {getattr(p, "_local_tensor", p).untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -256,7 +254,9 @@ def main(*, quick: bool) -> dict[str, float]:
     }
     times = interleaved({name: make(blocks) for name, make in makers.items()}, rounds)
     base = statistics.median(times["by hand"])
-    print(f"{blocks} MLP blocks, forward and backward; median of {rounds}; ratio to the one by hand")
+    print(
+        f"{blocks} MLP blocks, forward and backward; median of {rounds}; ratio to the one by hand"
+    )
     ratios = {name: statistics.median(of) / base for name, of in times.items()}
     for name, ratio in ratios.items():
         print(f"  {name:8} {ratio:6.2f}")

@@ -3,7 +3,7 @@
 General layout, bottom up: ``errors``; ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
 (a value crosses), ``placing`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding`` (local computation);
 ``tensor_parallel``, ``norm``, ``prepare``, ``attention`` (the styles); ``plan`` (names to styles),
-``presets`` (plans of known models), ``testing`` (prove a plan).
+``presets`` (plans of known models), ``report`` (what a plan will do), ``testing`` (prove a plan).
 """
 
 from hp_tp._version import __version__
@@ -30,6 +30,7 @@ from hp_tp.presets import (
     check_degree,
     llama_plan,
 )
+from hp_tp.report import CollectiveRow, PlanReport, StateRow, plan_report
 from hp_tp.style import ParallelStyle
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
 
@@ -37,6 +38,7 @@ __all__ = [
     "HUGGING_FACE_NAMES",
     "LLAMA_NAMES",
     "BoundaryError",
+    "CollectiveRow",
     "ColwiseParallel",
     "DecoderNames",
     "KVHeadParallel",
@@ -46,11 +48,13 @@ __all__ = [
     "ParallelPlan",
     "ParallelStyle",
     "PlanError",
+    "PlanReport",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "StateRow",
     "StyleError",
     "UnmatchedKeyError",
     "UnsupportedModuleError",
@@ -59,4 +63,5 @@ __all__ = [
     "llama_plan",
     "match_plan",
     "parallelize_module",
+    "plan_report",
 ]

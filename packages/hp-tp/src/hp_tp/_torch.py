@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
     from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
-__all__ = ["apply_style", "buffers_of", "children_of", "parameters_of"]
+__all__ = ["apply_style", "buffers_of", "children_of", "parameters_of", "start_fake_world"]
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -30,3 +32,13 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def apply_style(style: TorchStyle, module: nn.Module, mesh: TorchMesh) -> nn.Module:
     """Apply a style of ours or of torch's; the one method that both have has an underscore."""
     return style._apply(module, mesh)
+
+
+def start_fake_world(size: int) -> None:
+    """Make this process rank 0 of *size* ranks whose collectives do nothing: for a dry run without devices.
+
+    The fake backend is torch's own tool for this, but its store lives with torch's test code.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())

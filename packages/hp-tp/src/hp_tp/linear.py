@@ -114,7 +114,7 @@ class LinearLayout:
         if moves.checks:
             shape = (*input.shape[:-1], module.out_features)
             check_even(moves.out[0], shape, self.mesh, "the output of a linear layer")
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(input.device.type):
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(self.mesh.device_type):
             output = self.in_steps(input, weight, bias, reduce=to_reduce)
         else:
             output = _Linear.apply(input, weight, bias, self, moves, to_reduce)

@@ -12,6 +12,7 @@ ours or of torch's) replaced it.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -236,3 +237,10 @@ def _exchange(root: nn.Module, path: str, new: nn.Module) -> nn.Module:
     parent, _, name = path.rpartition(".")
     children_of(root.get_submodule(parent))[name] = new
     return root
+
+
+if __name__ == "__main__":
+    # `python -m hp_tp.plan` shows what a plan does; the report is built on this module.
+    from hp_tp.report import main
+
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Each use of what torch calls private, on the oldest and the newest torch that we support."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+from hp_tp import ColwiseParallel
+from hp_tp._torch import apply_style, buffers_of, children_of, parameters_of
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+
+pytestmark = pytest.mark.seam
+
+
+def test_a_module_keeps_its_parts_in_dictionaries() -> None:
+    """Parameters (None ones too), buffers and children (one under two names too); what is put there is found."""
+    layer = nn.Linear(2, 2, bias=False)
+    assert list(parameters_of(layer)) == ["weight", "bias"]
+    new = nn.Parameter(torch.ones(2, 2))
+    parameters_of(layer)["weight"] = new
+    assert layer.weight is new
+    holder = nn.ModuleDict({"a": layer, "b": layer})
+    assert list(children_of(holder)) == ["a", "b"]
+    layer.register_buffer("table", torch.ones(1), persistent=False)
+    other = torch.zeros(1)
+    buffers_of(layer)["table"] = other
+    assert layer.get_buffer("table") is other
+    assert "table" not in layer.state_dict()
+
+
+@spmd(world_size=2, timeout=120)
+def test_styles_are_applied_by_one_method() -> None:
+    """Ours and torch's have ``_apply``, which takes module and mesh and returns the module."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for style in (ColwiseParallel(), TorchColwise()):
+        layer = nn.Linear(2, 2)
+        assert apply_style(style, layer, mesh) is layer
+        assert hasattr(layer.weight, "placements")
+
+
+def test_a_world_that_does_not_communicate() -> None:
+    """The fake backend starts from torch's fake store, and leaves when it is told to."""
+    program = """
+import torch, torch.distributed as dist
+from hp_tp._torch import start_fake_world
+start_fake_world(4)
+assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
