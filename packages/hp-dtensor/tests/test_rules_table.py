@@ -863,6 +863,38 @@ def embedding_backward() -> Iterable[Sample]:
     ]
 
 
+BAGS = torch.tensor([0, 3, 3]), torch.tensor([1, 0, 6, 2, 2, 5])
+
+
+@samples("_embedding_bag.default", "_embedding_bag_forward_only.default")
+def embedding_bag() -> Iterable[Sample]:
+    offsets, index = BAGS
+    (table, weights) = draw((7, 5), (6,))
+    return [
+        *(s(table, index, offsets, False, mode) for mode in (0, 1, 2)),
+        s(table, index, offsets, False, 0, False, weights),
+    ]
+
+
+@samples("_embedding_bag_dense_backward.default")
+def embedding_bag_backward() -> Iterable[Sample]:
+    offsets, index = BAGS
+    (table, grad) = draw((7, 5), (3, 5))
+    found = []
+    for mode in (0, 1, 2):
+        _, bag, size, top = aten._embedding_bag(table, index, offsets, False, mode)
+        found.append(s(grad, index, bag, size, top, 7, False, mode, None))
+    return found
+
+
+@samples("_embedding_bag_per_sample_weights_backward.default")
+def embedding_bag_weights() -> Iterable[Sample]:
+    offsets, index = BAGS
+    (table, grad, weights) = draw((7, 5), (3, 5), (6,))
+    _, bag, _, _ = aten._embedding_bag(table, index, offsets, False, 0, False, weights)
+    return [s(grad, table, index, offsets, bag, 0)]
+
+
 @samples("index_select.default")
 def index_select() -> Iterable[Sample]:
     (index,) = ints((6,), high=3)

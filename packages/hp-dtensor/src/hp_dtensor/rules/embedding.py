@@ -18,9 +18,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from hp_dtensor.placements import Replicate, Shard
+from hp_dtensor.placements import Placement, Replicate, Shard
 from hp_dtensor.rules._labels import Dims, label_strategies
-from hp_dtensor.rules._registry import LocalCall, OpCall, Strategy, aten_ops, register_rule
+from hp_dtensor.rules._registry import (
+    LocalCall,
+    OpCall,
+    Strategy,
+    TensorMeta,
+    aten_ops,
+    register_rule,
+)
 from hp_dtensor.rules.pointwise import linear_in
 
 __all__ = ["at_least_one", "localize_index"]
@@ -147,10 +154,53 @@ def _embedding_backward_local(local: LocalCall) -> Callable[..., object]:
     return run
 
 
+# --- bags -------------------------------------------------------------------------------------
+# Only the width of the rows is cut: a bag may hold rows from anywhere, and its maximum needs all.
+
+
+def _bag(call: OpCall) -> Iterator[Strategy]:
+    """``(weight, indices, offsets, ...) -> (bags, offset2bag, bag_size, positions of maxima)``."""
+    width = call.tensors[0].shape[1]
+    results: list[Dims | Placement | None] = [[None, "width"], Replicate(), Replicate()]
+    positions = call.outputs[3]
+    wide = positions is not None and positions.shape[1:] == (width,)
+    results.append([None, "width"] if wide else Replicate())
+    yield from label_strategies(call, [[None, "width"], *(map(_whole, call.tensors[1:]))], results)
+
+
+def _bag_backward(call: OpCall) -> Iterator[Strategy]:
+    """``(grad, indices, offset2bag, bag_size, positions of maxima, ...)``."""
+    width = call.tensors[0].shape[1]
+    yield from label_strategies(
+        call,
+        [[None, "width"] if meta.shape[1:] == (width,) else _whole(meta) for meta in call.tensors],
+        [[None, "width"]],
+    )
+
+
+def _bag_weights_backward(call: OpCall) -> Iterator[Strategy]:
+    """``(grad, weight, indices, ...)``: a product of rows, summed over their width."""
+    wide: Dims = [None, "width"]
+    yield from label_strategies(
+        call, [wide, wide, *map(_whole, call.tensors[2:])], [_whole(call.output)]
+    )
+
+
+def _whole(meta: TensorMeta) -> Dims:
+    return [None] * len(meta.shape)
+
+
 def _linear_table(call: OpCall) -> Iterator[frozenset[int]]:
     return linear_in(call, [[0]])
 
 
+register_rule(aten_ops("_embedding_bag.default", "_embedding_bag_forward_only.default"), _bag)
+register_rule(
+    aten_ops("_embedding_bag_dense_backward.default"), _bag_backward, linear=_linear_table
+)
+register_rule(
+    aten_ops("_embedding_bag_per_sample_weights_backward.default"), _bag_weights_backward
+)
 register_rule(
     aten_ops("embedding.default"), _embedding, local=_embedding_local, linear=_linear_table
 )

@@ -37,6 +37,8 @@ def _sized(call: OpCall) -> Iterator[Strategy]:
     if source.shape != call.output.shape:
         for dim in range(len(source.shape)):
             yield Strategy((REPLICATE,), (shard(dim),))
+        for place in call.present[:1]:
+            yield Strategy((REPLICATE,), (place,))
 
 
 def local_strides(
