@@ -147,7 +147,7 @@ base_hash = cast("Callable[[TorchMesh], int]", TorchMesh.__hash__)
 
 def group_name(group: dist.ProcessGroup) -> GroupName:
     """Return the name under which torch's functional collectives find *group*."""
-    return c10d.GroupName(group.group_name)
+    return group.group_name  # not through the NewType, which torch.compile cannot call
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -184,7 +184,7 @@ class Pool:
     ) -> list[object]:
         """Return the results, or raise what tells most about the failure."""
         errors = {rank: reply for rank, reply in replies.items() if reply.kind == "error"}
-        real = {rank: r for rank, r in errors.items() if not _ECHO.search(_last_line(r.text))}
+        real = {rank: r for rank, r in errors.items() if not _ECHO.search(r.summary)}
         skips = {rank: reply for rank, reply in replies.items() if reply.kind == "skip"}
         if len(replies) == self.world_size and not errors and not skips:
             _give_warnings(replies[0])
@@ -225,7 +225,7 @@ class Pool:
             elif rank in stacks:
                 lines.append(f"rank {rank}: still running\n{stacks[rank]}")
             elif replies[rank].kind == "error":
-                lines.append(f"rank {rank}: {_last_line(replies[rank].text)}")
+                lines.append(f"rank {rank}: {replies[rank].summary}")
             else:
                 lines.append(f"rank {rank}: {replies[rank].kind}")
         return "\n".join(lines)
@@ -294,11 +294,6 @@ def _skip(reason: str) -> None:
     from unittest import SkipTest
 
     raise SkipTest(reason)
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

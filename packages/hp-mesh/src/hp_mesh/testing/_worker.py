@@ -75,6 +75,8 @@ class Reply:
     """The pickled result or exception, or the reason of a skip in UTF-8."""
     text: str
     """The traceback, empty for a result."""
+    summary: str
+    """Type of the exception and the first line of its message, empty for a result."""
     when: float
     """Monotonic seconds at which the function ended."""
     dirty: bool
@@ -176,7 +178,7 @@ def _put_back() -> None:
 
 
 def _run(job: Job, clean: frozenset[str]) -> Reply:
-    kind, payload, text = "result", b"", ""
+    kind, payload, text, summary = "result", b"", "", ""
     with warnings.catch_warnings(record=True) as caught:
         _apply_filters(job.filters)
         try:
@@ -186,11 +188,12 @@ def _run(job: Job, clean: frozenset[str]) -> Reply:
             kind, payload = "skip", str(skip).encode()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent shall have it
             kind, payload, text = _describe(error)
+            summary = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         when = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
     dirty = frozenset(_torch.process_group_names()) != clean
-    return Reply(kind, payload, text, when, dirty, _pickle_warnings(caught))
+    return Reply(kind, payload, text, summary, when, dirty, _pickle_warnings(caught))
 
 
 def _describe(error: BaseException) -> tuple[str, bytes, str]:
