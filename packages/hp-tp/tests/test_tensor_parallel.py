@@ -23,6 +23,7 @@ from hp_mesh.testing import spmd
 from hp_tp import (
     BoundaryError,
     ColwiseParallel,
+    PlanError,
     PrepareModuleInput,
     RowwiseParallel,
     UnsupportedModuleError,
@@ -335,3 +336,32 @@ def test_copies_and_pickles_compute() -> None:
         torch.testing.assert_close(model(x), y)
     assert isinstance(model[0], nn.Linear)
     assert repr(model[0]).startswith("ParallelLinear(in_features=8, out_features=12")
+
+
+class FusedGated(nn.Module):
+    """Gate and up in one projection."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(8, 2 * hidden), nn.Linear(hidden, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+@pytest.mark.parametrize("hidden", [12, 10, 3])
+@spmd(world_size=4, timeout=120)
+def test_fused_projections_are_cut_block_by_block(hidden: int) -> None:
+    """Each rank has its columns of every block; the parameter stays in the order of the single device."""
+    mesh = tp(4)
+    plan = {"gate_up": ColwiseParallel(blocks=2), "down": RowwiseParallel()}
+    model = FusedGated(hidden)
+    laid_out: Any = check_plan(model, mesh, plan, torch.randn(2, 3, 8))
+    assert torch.equal(laid_out.gate_up.weight.full_tensor(), model.gate_up.weight)
+    for local in (True, False):
+        style = ColwiseParallel(blocks=2, output_layouts=R, use_local_output=local)
+        check_plan(nn.Linear(8, 2 * hidden), mesh, style, torch.randn(2, 8))
+    with pytest.raises(PlanError, match=r"blocks=3 .* this Linear has 8 outputs"):
+        parallelize_module(nn.Linear(4, 8), mesh, ColwiseParallel(blocks=3))

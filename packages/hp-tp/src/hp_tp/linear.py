@@ -38,6 +38,8 @@ __all__ = ["LinearLayout"]
 
 Layout = tuple[Placement, ...]
 
+_LAST = Shard(-1)
+
 
 class _Moves(NamedTuple):
     """What a layer does to tensors of one number of dims; each layout has one placement."""
@@ -82,6 +84,8 @@ class LinearLayout:
     """Whether the output is a plain tensor."""
     reduce_dtype: torch.dtype | None
     """The dtype in which addends travel."""
+    columns: Placement = _LAST
+    """How the output lies over the ranks when the weight is cut by columns."""
     _moves: dict[int, _Moves] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(
@@ -134,7 +138,8 @@ class LinearLayout:
 
     def _find_moves(self, ndim: int) -> _Moves:
         last = normal(_LAST, ndim)
-        natural, wanted = (PARTIAL, last) if self.by_rows else (last, REPLICATE)
+        own = normal(self.columns, ndim)
+        natural, wanted = (PARTIAL, last) if self.by_rows else (own, REPLICATE)
         out = normal(self.output_layout, ndim)
         moves = out != natural and self.mesh.size() > 1
         cut = shard_dim(out)
@@ -296,6 +301,5 @@ def _wrapped(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 _FIRST = Shard(0)
-_LAST = Shard(-1)
 _REPLICATED: Layout = (REPLICATE,)
 _ADDENDS: Layout = (PARTIAL,)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from hp_dtensor import DTensor, Placement, Shard
+from hp_dtensor import DTensor, Placement, Shard, StridedShard
 from hp_mesh import DeviceMesh
 from torch import nn
 
 from hp_tp.boundary import REPLICATE, check_even, map_tensors, move, normal
 from hp_tp.embedding import EmbeddingLayout, check_embedding, held_rows
-from hp_tp.errors import BoundaryError, UnsupportedModuleError
+from hp_tp.errors import BoundaryError, PlanError, UnsupportedModuleError
 from hp_tp.linear import LinearLayout
 from hp_tp.placing import place
 from hp_tp.style import ParallelStyle
@@ -97,6 +97,9 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: what a plain input is; ``Replicate()`` when None. A DTensor says itself what it is.
         output_layouts: what the output is; ``Shard(-1)`` when None, which is what the layer computes.
         use_local_output: whether the output is a plain tensor (the default) or a DTensor.
+        blocks: how many blocks of equal size the outputs of a linear layer are made of, such as 2 for a gate and an up
+            projection in one. Each rank gets its columns of every block, in order, so that code which splits the output
+            into blocks works on them; the parameter and checkpoints keep the order of the single device.
 
     Sizes that the number of ranks does not divide are fine: the pieces are those of ``torch.chunk``.
 
@@ -110,17 +113,26 @@ class ColwiseParallel(ParallelStyle):
     input_layouts: Placement | None = None
     output_layouts: Placement | None = None
     use_local_output: bool = True
+    blocks: int = 1
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Cut the parameters of *module* and let it compute its columns."""
+        """Cut the parameters of *module* and let it compute its columns.
+
+        Raises:
+            UnsupportedModuleError: when *module* is neither linear layer nor embedding.
+            PlanError: when its outputs are not *blocks* blocks of equal size.
+        """
         label = self.input_layouts or REPLICATE
-        out = self.output_layouts or _LAST
+        rows, columns = self._cuts(module, device_mesh)
+        out = self.output_layouts or columns
         if isinstance(module, nn.Linear):
-            place(module, device_mesh, {"weight": _FIRST, "bias": _FIRST}, self.src_data_rank)
+            place(module, device_mesh, {"weight": rows, "bias": rows}, self.src_data_rank)
             if _computes_like(module, nn.Linear):
                 substitute(
                     module,
-                    LinearLayout(device_mesh, False, label, out, self.use_local_output, None),
+                    LinearLayout(
+                        device_mesh, False, label, out, self.use_local_output, None, columns
+                    ),
                 )
                 return module
         elif isinstance(module, nn.Embedding):
@@ -139,6 +151,27 @@ class ColwiseParallel(ParallelStyle):
         layout = _DispatchedLayout(device_mesh, label, REPLICATE, out, self.use_local_output)
         substitute(module, layout)
         return module
+
+    def _cuts(self, module: nn.Module, mesh: DeviceMesh) -> tuple[Placement, Placement]:
+        """How the rows of the weight and the columns of the output lie over the ranks."""
+        if self.blocks == 1:
+            return _FIRST, _LAST
+        if (
+            not isinstance(module, nn.Linear)
+            or self.blocks < 1
+            or module.out_features % self.blocks
+        ):
+            size = getattr(module, "out_features", "no")
+            message = (
+                f"blocks={self.blocks} cuts a linear layer whose outputs are that many blocks of equal size; this "
+                f"{type(module).__name__} has {size} outputs"
+            )
+            raise PlanError(message)
+        if mesh.size() == 1:
+            return _FIRST, _LAST
+        return StridedShard(0, split_factor=self.blocks), StridedShard(
+            -1, split_factor=self.blocks
+        )
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
