@@ -72,7 +72,7 @@ def _tensors(values: Sequence[object]) -> list[torch.Tensor]:
     return out
 
 
-class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ is untyped
+class CommDebugMode(TorchDispatchMode):
     """Record the collectives that start inside ``with CommDebugMode() as comm:``.
 
     Example:
@@ -90,7 +90,7 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     def __enter__(self) -> Self:
         self.records.clear()
-        self._modules.__enter__()  # type: ignore[no-untyped-call]  # torch declares it untyped
+        self._modules.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch declares it untyped
         return self
 
@@ -101,7 +101,7 @@ class CommDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch declares it untyped
-        self._modules.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch declares it untyped
+        self._modules.__exit__(kind, error, trace)
 
     def __torch_dispatch__(
         self,

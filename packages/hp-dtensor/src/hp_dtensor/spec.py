@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Spec:
-    """One distributed tensor, described; make it with :func:`make_spec`, never directly."""
+    """One distributed tensor, described; made by the library, never directly."""
 
     __slots__ = (
         "__weakref__",

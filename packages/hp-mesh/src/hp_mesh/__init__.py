@@ -5,6 +5,7 @@ backends can do, `parallel_dims` the degrees of a training job, `drawing` pictur
 `collectives` communication on plain tensors, `testing` ranks for tests.
 """
 
+from ._version import __version__
 from .backends import Capability, Collective, Reduction, Support, get_capability
 from .current import get_current_mesh
 from .errors import (
@@ -40,6 +41,7 @@ __all__ = [
     "SeqLenDivisor",
     "Support",
     "UnnamedMeshError",
+    "__version__",
     "get_capability",
     "get_current_mesh",
     "init_device_mesh",
