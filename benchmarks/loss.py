@@ -216,7 +216,7 @@ def main() -> None:
     # Large blocks go back to the system when they are freed, so that the resident set is what is in use.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (str(Path(folder) / "store"), options), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        mp.spawn(run, (str(Path(folder) / "store"), options), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,16 @@ from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = Replicate()
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
 
 
 class _Model(nn.Module):
@@ -52,7 +59,7 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         grad = parameter.grad
-        out[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        out[name] = _full(grad) if hasattr(grad, "full_tensor") else grad
     return out
 
 
@@ -66,7 +73,9 @@ def _reference(tokens: int, factor: float = 1.0) -> tuple[Tensor, dict[str, Tens
 @pytest.mark.parametrize("tokens", [8, 7, 3])
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 5])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_chunks_give_the_loss_and_the_gradients_of_the_whole(tokens: int, num_chunks: int, scale: float) -> None:
+def test_chunks_give_the_loss_and_the_gradients_of_the_whole(
+    tokens: int, num_chunks: int, scale: float
+) -> None:
     """Chunks that don't divide the tokens, more chunks than tokens, and a factor."""
     expected, grads = _reference(tokens, scale)
     model, (x, labels) = _Model(), _data(tokens)
@@ -85,7 +94,11 @@ def test_only_one_chunks_logits_exist() -> None:
         elements = 0
 
         def __torch_dispatch__(
-            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            self,
+            func: Any,
+            types: object,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
@@ -94,8 +107,10 @@ def test_only_one_chunks_logits_exist() -> None:
 
     head, hidden = nn.Linear(8, 64), torch.randn(48, 8, requires_grad=True)
     labels = torch.zeros(48, dtype=torch.int64)
-    with Largest() as seen:
-        loss = ChunkedLoss(CrossEntropyLoss(), num_chunks=4, lm_head=head)(hidden, labels, global_valid_tokens=48)
+    with Largest() as seen:  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss = ChunkedLoss(CrossEntropyLoss(), num_chunks=4, lm_head=head)(
+            hidden, labels, global_valid_tokens=48
+        )
         loss.backward()
     assert seen.elements <= 48 * 64 / 4
 
@@ -107,7 +122,9 @@ def test_without_gradients_nothing_is_differentiated() -> None:
     loss_fn = ChunkedLoss(CrossEntropyLoss(), num_chunks=3)
     loss_fn.set_lm_head(model.lm_head)
     with torch.no_grad():
-        loss = loss_fn(model(x, skip_head=True), labels, global_valid_tokens=(labels != -100).sum())
+        loss = loss_fn(
+            model(x, skip_head=True), labels, global_valid_tokens=(labels != -100).sum()
+        )
     torch.testing.assert_close(loss, expected)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -129,6 +146,7 @@ def test_a_scaled_backward_is_refused() -> None:
     model, (x, labels) = _Model(), _data(8)
     loss_fn = ChunkedLoss(CrossEntropyLoss(), num_chunks=2, lm_head=model.lm_head)
     loss = loss_fn(model(x, skip_head=True), labels, global_valid_tokens=5)
+    assert isinstance(loss, Tensor)
     with pytest.raises(LossOptionError, match="pass a factor as scale="):
         (loss / 2).backward()
 
@@ -136,7 +154,9 @@ def test_a_scaled_backward_is_refused() -> None:
 def test_metrics_are_merged_by_their_names() -> None:
     """Means and sums add up, maxima and minima are what they say, and other names are refused."""
 
-    def loss_fn(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_fn(
+        logits: Tensor, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
         return loss, {"loss/mean": loss, "logit_max": logits.max(), "logit/min": logits.min()}
 
@@ -158,7 +178,9 @@ def test_what_does_not_fit_is_refused() -> None:
         ChunkedLoss(CrossEntropyLoss(), num_chunks=0)
     with pytest.raises(LossOptionError, match="ChunkedLoss has no head"):
         ChunkedLoss(CrossEntropyLoss())(hidden, labels)
-    with pytest.raises(TargetError, match=r"of the lengths \[4, 3\] on this rank, along dimension 0"):
+    with pytest.raises(
+        TargetError, match=r"of the lengths \[4, 3\] on this rank, along dimension 0"
+    ):
         ChunkedLoss(CrossEntropyLoss(), lm_head=nn.Linear(8, 4))(hidden, labels)
 
 
@@ -176,12 +198,15 @@ def test_distributed_hidden_states_are_cut_on_each_rank() -> None:
     head.weight = nn.Parameter(distribute_tensor(weight, mesh, [R, Shard(0)]))
     states = distribute_tensor(hidden, mesh, [Shard(0), R]).requires_grad_()
     loss = ChunkedLoss(CrossEntropyLoss(), num_chunks=3, lm_head=head)(
-        states, distribute_tensor(labels, mesh, [Shard(0), R]), global_valid_tokens=(labels != -100).sum()
+        states,
+        distribute_tensor(labels, mesh, [Shard(0), R]),
+        global_valid_tokens=(labels != -100).sum(),
     )
     loss.backward()
-    torch.testing.assert_close(loss.full_tensor().detach(), expected.detach())
-    torch.testing.assert_close(states.grad.full_tensor(), leaves[0].grad)
-    torch.testing.assert_close(head.weight.grad.full_tensor(), leaves[1].grad)
+    assert isinstance(loss, Tensor)
+    torch.testing.assert_close(_full(loss).detach(), expected.detach())
+    torch.testing.assert_close(_full(states.grad), leaves[0].grad)
+    torch.testing.assert_close(_full(head.weight.grad), leaves[1].grad)
 
 
 @spmd(world_size=2)
@@ -201,13 +226,17 @@ class _HeadCollectives(TorchDispatchMode):
     """Counts FSDP2's gathers and reductions that have the size of the head; it may gather the body ahead, too."""
 
     def __init__(self, head: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.size = sum(parameter.numel() for parameter in head.parameters())
         self.gathers = 0
         self.reductions = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         whole = self.size in [arg.numel() for arg in args if isinstance(arg, Tensor)]
         self.gathers += func.name().startswith("c10d::_allgather_base") and whole
@@ -215,8 +244,9 @@ class _HeadCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _flags(module: FSDPModule) -> list[object]:
+def _flags(module: nn.Module) -> list[object]:
     """What FSDP2 was told, read here without the code under test."""
+    assert isinstance(module, FSDPModule)
     out: list[object] = []
     for group in module._get_fsdp_state()._fsdp_param_groups:
         out += [
@@ -232,7 +262,8 @@ def _sharded_model() -> _Model:
     model, mesh = _Model(), init_device_mesh("cpu", (2,))
     for layer in (model.body, model.lm_head):
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 @spmd(world_size=2)
@@ -281,10 +312,14 @@ def test_an_exception_leaves_fsdp2_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         ChunkedLoss(failing, num_chunks=4, lm_head=model.lm_head)(hidden, labels)
     assert _flags(model.lm_head) == before
-    assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.lm_head.parameters())
+    assert all(
+        isinstance(parameter, torch.distributed.tensor.DTensor)
+        for parameter in model.lm_head.parameters()
+    )
 
 
-# --- the accumulator ---------------------------------------------------------------------------------------------
+# --- the accumulator
+# ---------------------------------------------------------------------------------------------
 
 
 def test_accumulated_chunks_are_the_whole() -> None:
@@ -306,7 +341,7 @@ def test_the_result_lies_as_the_gradients_do() -> None:
     result = accumulator.result()
     assert isinstance(result, DTensor)
     assert result.placements == (Partial("sum"),)
-    assert torch.equal(result.full_tensor(), torch.full((4, 2), 2.0))
+    assert torch.equal(_full(result), torch.full((4, 2), 2.0))
 
 
 @spmd(world_size=2)
@@ -315,9 +350,14 @@ def test_chunks_that_do_not_fit_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     accumulator = GradAccumulator(torch.zeros(3, 2), num_chunks=2)
     accumulator.add(torch.ones(2, 2))
-    with pytest.raises(LossLayoutError, match=r"has 2 of 3 entries along dimension 0, from 1 of 2 chunks"):
+    with pytest.raises(
+        LossLayoutError, match=r"has 2 of 3 entries along dimension 0, from 1 of 2 chunks"
+    ):
         accumulator.result()
-    with pytest.raises(LossLayoutError, match=r"chunk 1 has the shape \(2, 2\), and what is left of the gradient is 1"):
+    with pytest.raises(
+        LossLayoutError,
+        match=r"chunk 1 has the shape \(2, 2\), and what is left of the gradient is 1",
+    ):
         accumulator.add(torch.ones(2, 2))
     with pytest.raises(LossLayoutError, match="the chunks' gradients must be one kind"):
         accumulator.add(distribute_tensor(torch.ones(1, 2), mesh, [R]))

@@ -18,12 +18,19 @@ from hp_loss import (
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 pytestmark = [
     pytest.mark.slow,
     # What the compiler of torch 2.12 itself does with autograd functions.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
 
 
 def _compile(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -52,7 +59,9 @@ def test_a_plain_shard_compiles() -> None:
     logits, labels, expected, grad = _case()
     group = dist.group.WORLD
     compiled = _compile(
-        lambda x, y: vocab_parallel_cross_entropy(x, y, group=group, vocab_size=7, label_smoothing=0.1)
+        lambda x, y: vocab_parallel_cross_entropy(
+            x, y, group=group, vocab_size=7, label_smoothing=0.1
+        )
     )
     shard = _part(logits, 1).clone().requires_grad_()
     loss = compiled(shard, labels)
@@ -80,8 +89,8 @@ def test_distributed_logits_compile() -> None:
     sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
     loss = compiled(sharded, labels)
     loss.backward()
-    torch.testing.assert_close(loss.full_tensor().detach(), expected)
-    torch.testing.assert_close(sharded.grad.full_tensor(), grad)
+    torch.testing.assert_close(_full(loss).detach(), expected)
+    torch.testing.assert_close(_full(sharded.grad), grad)
 
 
 @spmd(world_size=2, timeout=240)
@@ -103,8 +112,8 @@ def test_the_context_compiles_around_and_inside_a_graph() -> None:
         with loss_parallel():
             loss = compiled(sharded, labels)
         loss.backward()
-        torch.testing.assert_close(loss.full_tensor().detach(), expected)
-        torch.testing.assert_close(sharded.grad.full_tensor(), grad)
+        torch.testing.assert_close(_full(loss).detach(), expected)
+        torch.testing.assert_close(_full(sharded.grad), grad)
 
 
 @spmd(world_size=2, timeout=240)

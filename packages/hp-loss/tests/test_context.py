@@ -23,11 +23,18 @@ from hp_loss import (
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = Replicate()
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
 
 
 def _case(classes: int = 8) -> tuple[Tensor, Tensor]:
@@ -41,7 +48,7 @@ class _Collectives(TorchDispatchMode):
     """Collects the collectives that run, with the elements that go in; independent of ours and of torch's counter."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.seen: list[int] = []
 
     def __torch_dispatch__(
@@ -127,9 +134,9 @@ def test_async_tasks_do_not_see_each_other() -> None:
         return seen
 
     async def main() -> list[list[int]]:
-        return await asyncio.gather(task(1, 4), task(3, 2), task(0, 5))
+        return list(await asyncio.gather(task(1, 4), task(3, 2), task(0, 5)))
 
-    contexts: dict[int, list] = {}
+    contexts: dict[int, list[Any]] = {}
     before = torch.overrides._len_torch_function_stack()
     assert asyncio.run(main()) == [[1] * 4, [3] * 2, [0] * 5]
     assert torch.overrides._len_torch_function_stack() == before
@@ -158,7 +165,11 @@ def test_the_function_and_the_module_are_intercepted() -> None:
     logits, labels = _case()
     weight = torch.rand(8, generator=torch.Generator().manual_seed(1))
     for reduction, smoothing in itertools.product(("none", "sum", "mean"), (0.0, 0.2)):
-        options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+        options: dict[str, Any] = {
+            "weight": weight,
+            "reduction": reduction,
+            "label_smoothing": smoothing,
+        }
         whole = logits.clone().requires_grad_()
         expected = F.cross_entropy(whole, labels, **options)
         expected.sum().backward()
@@ -176,9 +187,9 @@ def test_the_function_and_the_module_are_intercepted() -> None:
             with _Collectives() as collectives:
                 loss.sum().backward()  # outside of the context
             assert collectives.seen == []
-            torch.testing.assert_close(loss.full_tensor().detach(), expected.detach())
+            torch.testing.assert_close(_full(loss).detach(), expected.detach())
             assert sharded.grad is not None
-            torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+            torch.testing.assert_close(_full(sharded.grad), whole.grad)
 
 
 @spmd(world_size=2)
@@ -191,7 +202,7 @@ def test_torchs_dtensors_are_intercepted() -> None:
         loss = F.cross_entropy(sharded, labels)
     assert len(collectives.seen) == 1
     loss.backward()
-    torch.testing.assert_close(loss.full_tensor().detach(), F.cross_entropy(logits, labels))
+    torch.testing.assert_close(_full(loss).detach(), F.cross_entropy(logits, labels))
 
 
 @spmd(world_size=2)
@@ -204,8 +215,8 @@ def test_other_functions_are_left_alone() -> None:
     with loss_parallel():
         inside = torch.softmax(scores, -1)
         log_inside = F.log_softmax(scores, -1)
-    torch.testing.assert_close(inside.full_tensor(), torch.softmax(scores.full_tensor(), -1))
-    torch.testing.assert_close(log_inside.full_tensor(), F.log_softmax(scores.full_tensor(), -1))
+    torch.testing.assert_close(_full(inside), torch.softmax(_full(scores), -1))
+    torch.testing.assert_close(_full(log_inside), F.log_softmax(_full(scores), -1))
 
 
 @spmd(world_size=2)
@@ -217,7 +228,7 @@ def test_outside_the_context_nothing_is_intercepted() -> None:
     with loss_parallel():
         pass
     loss = F.cross_entropy(sharded, distribute_tensor(labels, mesh, [R]))
-    torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
+    torch.testing.assert_close(_full(loss), F.cross_entropy(logits, labels))
 
 
 @spmd(world_size=4)
@@ -233,7 +244,7 @@ def test_logits_that_no_axis_cuts_over_the_classes_are_refused() -> None:
         assert "no mesh axis shards dimension 1, that of the classes" in str(caught.value)
         with loss_parallel(strict=False):
             loss = F.cross_entropy(sharded, labels)
-        torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
+        torch.testing.assert_close(_full(loss), F.cross_entropy(logits, labels))
 
 
 @spmd(world_size=4)
@@ -243,7 +254,7 @@ def test_an_axis_of_one_rank_may_be_the_vocabularys() -> None:
     logits, labels = _case()
     with loss_parallel(mesh=mesh["tp"]):
         loss = F.cross_entropy(distribute_tensor(logits, mesh, [Shard(0), Shard(1)]), labels)
-    torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
+    torch.testing.assert_close(_full(loss), F.cross_entropy(logits, labels))
 
 
 @spmd(world_size=2)
@@ -262,7 +273,7 @@ def test_partial_logits_are_an_error_or_reduced_with_a_warning() -> None:
         pytest.warns(UserWarning, match="48 elements are summed over the ranks"),
     ):
         loss = F.cross_entropy(partial, labels)
-    torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
+    torch.testing.assert_close(_full(loss), F.cross_entropy(logits, labels))
 
 
 @spmd(world_size=4)
@@ -275,7 +286,7 @@ def test_the_mesh_of_the_context_must_be_that_of_the_logits() -> None:
     for wanted in (mesh, mesh["tp"]):
         with loss_parallel(mesh=wanted):
             loss = F.cross_entropy(sharded, labels)
-        torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, labels))
+        torch.testing.assert_close(_full(loss), F.cross_entropy(logits, labels))
     with (
         loss_parallel(mesh=other),
         pytest.raises(LossLayoutError, match="enter the context with the mesh of the logits"),
@@ -300,9 +311,9 @@ def test_the_old_flags_mean_what_they_meant() -> None:
             loss_parallel(),
             pytest.warns(FutureWarning, match=f"use reduction='{reduction}' instead"),
         ):
-            loss = F.cross_entropy(sharded, labels, **flags)
+            loss = F.cross_entropy(sharded, labels, **flags)  # type: ignore[arg-type]
         torch.testing.assert_close(
-            loss.full_tensor(), F.cross_entropy(logits, labels, reduction=reduction)
+            _full(loss), F.cross_entropy(logits, labels, reduction=reduction)
         )
 
 
@@ -323,8 +334,8 @@ def test_a_linear_head_of_distributed_tensors_trains() -> None:
         loss.backward()
     expected = F.cross_entropy(F.linear(*theirs), labels)
     expected.backward()
-    torch.testing.assert_close(loss.full_tensor().detach(), expected.detach())
+    torch.testing.assert_close(_full(loss).detach(), expected.detach())
     for our, their in zip(ours, theirs, strict=True):
         assert our.grad is not None
-        torch.testing.assert_close(our.grad.full_tensor(), their.grad)
+        torch.testing.assert_close(_full(our.grad), their.grad)
     assert max(collectives.seen) <= 16 * 4 * dist.get_world_size()

@@ -1,6 +1,7 @@
 """Shards of a vocabulary, in one process: value, dtype, shape and gradient of `F.cross_entropy`.
 
-The ranks are a loop here, so that hypothesis can try many cuts; real ranks are in test_vocab_parallel.py.
+The ranks are a loop here, so that hypothesis can try many cuts; real ranks are in
+test_vocab_parallel.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-10},
     torch.float32: {"rtol": 1e-6, "atol": 1e-6},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},

@@ -19,7 +19,7 @@ class _Collectives(TorchDispatchMode):
     """Collects the collectives that run, with the bytes that go in; independent of ours and of torch's counter."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(
@@ -36,6 +36,11 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _block(rank: int) -> torch.Tensor:
     return torch.randn(7, 4, generator=torch.Generator().manual_seed(rank)).abs()
 
@@ -43,8 +48,7 @@ def _block(rank: int) -> torch.Tensor:
 @spmd(world_size=4)
 def test_every_rank_gets_every_block_in_rank_order() -> None:
     """The result is the stack of the ranks' blocks, on every rank."""
-    world = dist.group.WORLD
-    got = exchange(_block(dist.get_rank()), world)
+    got = exchange(_block(dist.get_rank()), _world())
     assert torch.equal(got, torch.stack([_block(rank) for rank in range(4)]))
 
 
@@ -60,7 +64,7 @@ def test_blocks_of_two_groups_come_in_the_order_of_their_shards() -> None:
 def test_a_merge_is_one_collective_of_16_bytes_per_token_and_rank() -> None:
     """A merge over a group runs one collective; it moves four 32-bit numbers per token to each rank."""
     with _Collectives() as collectives:
-        merge_over(_block(dist.get_rank()), (dist.group.WORLD,))
+        merge_over(_block(dist.get_rank()), (_world(),))
     assert [size for _, size in collectives.seen] == [16 * 4 * 7]
 
 
@@ -68,7 +72,7 @@ def test_all_ranks_end_with_the_same_bits() -> None:
     """The merged statistics are bit-equal on all ranks, and equal to the merge in one process."""
 
     def body() -> torch.Tensor:
-        return merge_over(_block(dist.get_rank()), (dist.group.WORLD,))
+        return merge_over(_block(dist.get_rank()), (_world(),))
 
     merged = run_spmd(body, world_size=4)
     expected = merge(torch.stack([_block(rank) for rank in range(4)]))
@@ -80,11 +84,11 @@ def test_where_reductions_are_cheaper_they_give_the_same() -> None:
     """Two all-reduces give what the direct exchange gives, for shards far apart as well."""
     block = _block(dist.get_rank())
     block[:, 0] += 1e4 * dist.get_rank()
-    direct = merge_over(block, (dist.group.WORLD,))
+    direct = merge_over(block, (_world(),))
     module.LATENCY_BYTES = -(2**40)
     try:
         with _Collectives() as collectives:
-            reduced = merge_over(block, (dist.group.WORLD,))
+            reduced = merge_over(block, (_world(),))
     finally:
         module.LATENCY_BYTES = 2**21
     assert len(collectives.seen) == 2
@@ -96,7 +100,7 @@ def test_where_reductions_are_cheaper_they_give_the_same() -> None:
 def test_nothing_is_sent_for_no_tokens() -> None:
     """Without tokens there is no collective."""
     with _Collectives() as collectives:
-        assert exchange(torch.zeros(0, 4), dist.group.WORLD).shape == (2, 0, 4)
+        assert exchange(torch.zeros(0, 4), _world()).shape == (2, 0, 4)
     assert collectives.seen == []
 
 

@@ -10,26 +10,49 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from hp_loss import LossLayoutError, LossOptionError, TargetError, TargetRangeError, linear_cross_entropy
+from hp_loss import (
+    LossLayoutError,
+    LossOptionError,
+    TargetError,
+    TargetRangeError,
+    linear_cross_entropy,
+)
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = Replicate()
 REDUCTIONS = ("none", "sum", "mean")
 
 
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
+
+
+def _placements(tensor: Tensor | None) -> tuple[object, ...]:
+    """How what must be a DTensor lies on its mesh."""
+    assert isinstance(tensor, TorchDTensor)
+    return tuple(tensor.placements)
+
+
 class _Largest(TorchDispatchMode):
     """Notes the largest tensor that any operator makes, and the collectives; independent of what is tested."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.elements = 0
         self.collectives: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.name().startswith(("_c10d_functional::", "c10d::")) and "wait" not in func.name():
             self.collectives.append(func.name())
@@ -59,7 +82,9 @@ def _expected(
     hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, **options: Any
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One device's loss, and the gradients of the sum of the losses weighted by 1, 2, 3, ..."""
-    leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (hidden, head, bias)]
+    leaves = [
+        None if leaf is None else leaf.clone().requires_grad_() for leaf in (hidden, head, bias)
+    ]
     logits = F.linear(leaves[0], leaves[1], leaves[2])  # type: ignore[arg-type]
     loss = F.cross_entropy(logits.movedim(-1, min(1, logits.dim() - 1)), target, **options)
     (loss * _seed(loss)).sum().backward()
@@ -68,7 +93,9 @@ def _expected(
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 4, 100])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"class_weight": True, "label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"class_weight": True, "label_smoothing": 0.1}]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_one_shard_in_chunks_gives_the_whole_loss(
     chunk_size: int | None, reduction: str, options: dict[str, Any], with_bias: bool
@@ -77,7 +104,9 @@ def test_one_shard_in_chunks_gives_the_whole_loss(
     hidden, weight, bias, labels = _case(7, 5)
     options = dict(options, reduction=reduction)
     class_weight = torch.rand(7) if options.pop("class_weight", None) else None
-    expected, grads = _expected(hidden, weight, bias if with_bias else None, labels, weight=class_weight, **options)
+    expected, grads = _expected(
+        hidden, weight, bias if with_bias else None, labels, weight=class_weight, **options
+    )
     ours = [leaf.clone().requires_grad_() for leaf in (hidden, weight, bias)]
     loss = linear_cross_entropy(
         ours[0],
@@ -100,7 +129,9 @@ def test_plain_shards_of_a_head() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     for classes, reduction in itertools.product((8, 7, 3), REDUCTIONS):
         hidden, weight, bias, labels = _case(classes, 5)
-        expected, grads = _expected(hidden, weight, bias, labels, reduction=reduction, label_smoothing=0.1)
+        expected, grads = _expected(
+            hidden, weight, bias, labels, reduction=reduction, label_smoothing=0.1
+        )
         step = -(-classes // 4)
         rows = slice(min(rank * step, classes), min(rank * step + step, classes))
         ours = [leaf.clone().requires_grad_() for leaf in (hidden, weight[rows], bias[rows])]
@@ -144,16 +175,23 @@ def test_distributed_tensors_in_any_layout() -> None:
             distribute_tensor(leaf, mesh, placements).requires_grad_()
             for leaf, placements in zip((hidden, weight, bias), layouts, strict=True)
         ]
-        loss = linear_cross_entropy(ours[0], ours[1], labels, ours[2], reduction=reduction, chunk_size=5)  # type: ignore[arg-type]
+        loss = linear_cross_entropy(
+            ours[0],
+            ours[1],
+            labels,
+            ours[2],
+            reduction=reduction,
+            chunk_size=5,
+        )
         assert isinstance(loss, DTensor)
-        torch.testing.assert_close(loss.full_tensor().detach(), expected)
+        torch.testing.assert_close(_full(loss).detach(), expected)
         if reduction == "none":
             loss = (loss * distribute_tensor(_seed(expected), mesh, loss.placements)).sum()
         loss.backward()
         for our, grad in zip(ours, grads, strict=True):
             assert our.grad is not None
-            assert our.grad.placements == our.placements
-            torch.testing.assert_close(our.grad.full_tensor(), grad)
+            assert _placements(our.grad) == _placements(our)
+            torch.testing.assert_close(_full(our.grad), grad)
 
 
 @spmd(world_size=2)
@@ -162,7 +200,9 @@ def test_the_logits_never_exist() -> None:
     hidden, weight, _, labels = _case(64, 48)
     shard = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
     with _Largest() as seen:
-        linear_cross_entropy(hidden.requires_grad_(), shard, labels, group=dist.group.WORLD, chunk_size=6).backward()
+        linear_cross_entropy(
+            hidden.requires_grad_(), shard, labels, group=dist.group.WORLD, chunk_size=6
+        ).backward()
     assert seen.elements < 48 * 32 / 2
     assert len(seen.collectives) == 2
 
@@ -174,7 +214,9 @@ def test_16_bit_heads_add_their_chunks_in_32_bits(dtype: torch.dtype) -> None:
     grads = []
     for chunk_size in (1, 256):
         head = weight.to(dtype).requires_grad_()
-        linear_cross_entropy(hidden.to(dtype), head, labels, chunk_size=chunk_size, reduction="sum").backward()
+        linear_cross_entropy(
+            hidden.to(dtype), head, labels, chunk_size=chunk_size, reduction="sum"
+        ).backward()
         assert head.grad is not None
         assert head.grad.dtype == dtype
         grads.append(head.grad.float())
@@ -242,9 +284,13 @@ def test_what_does_not_fit_is_refused() -> None:
     hidden, weight, bias, labels = _case(8, 6)
     with pytest.raises(LossOptionError, match="chunk_size is 0: it must be 1 or more"):
         linear_cross_entropy(hidden, weight, labels, chunk_size=0)
-    with pytest.raises(LossLayoutError, match=r"weight is \(classes, features\) and bias \(classes,\)"):
+    with pytest.raises(
+        LossLayoutError, match=r"weight is \(classes, features\) and bias \(classes,\)"
+    ):
         linear_cross_entropy(hidden, weight[:, :3], labels)
-    with pytest.raises(LossLayoutError, match=r"weight is \(classes, features\) and bias \(classes,\)"):
+    with pytest.raises(
+        LossLayoutError, match=r"weight is \(classes, features\) and bias \(classes,\)"
+    ):
         linear_cross_entropy(hidden, weight, labels, bias[:3])
     with pytest.raises(TargetError, match="don't fit logits of shape"):
         linear_cross_entropy(hidden, weight, labels[:3])
@@ -260,11 +306,13 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
     mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     hidden, weight, _, labels = _case(8, 6)
     states = distribute_tensor(hidden, mesh, [R])
-    with pytest.raises(LossLayoutError, match="on mesh axis 0 hidden is .* the features can't be cut"):
+    with pytest.raises(
+        LossLayoutError, match=r"on mesh axis 0 hidden is .* the features can't be cut"
+    ):
         linear_cross_entropy(states, distribute_tensor(weight, mesh, [Shard(1)]), labels)
     with pytest.raises(LossLayoutError, match="weight is a plain tensor and hidden a DTensor"):
         linear_cross_entropy(states, weight, labels)
-    with pytest.raises(LossLayoutError, match="weight is on .* and hidden on"):
+    with pytest.raises(LossLayoutError, match=r"weight is on .* and hidden on"):
         linear_cross_entropy(states, distribute_tensor(weight, other, [R, Shard(0)]), labels)
     with pytest.raises(LossLayoutError, match="a DTensor knows its mesh"):
         linear_cross_entropy(states, distribute_tensor(weight, mesh, [R]), labels, vocab_size=8)

@@ -12,6 +12,19 @@ from hp_loss import LossOptionError, TargetError, vocab_parallel_sample
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import run_spmd, spmd
 from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
+
+
+def _placements(tensor: Tensor | None) -> tuple[object, ...]:
+    """How what must be a DTensor lies on its mesh."""
+    assert isinstance(tensor, TorchDTensor)
+    return tuple(tensor.placements)
 
 
 def _logits(*shape: int, seed: int = 0) -> Tensor:
@@ -44,7 +57,14 @@ def _reference(
     return (running <= aim).sum(-1), (running - aim).abs().amin(-1)
 
 
-FILTERS = [(1.0, None, None), (0.7, 5, None), (1.3, None, 0.8), (1.0, 6, 0.5), (1.0, None, 1.0), (1.0, 1, None)]
+FILTERS = [
+    (1.0, None, None),
+    (0.7, 5, None),
+    (1.3, None, 0.8),
+    (1.0, 6, 0.5),
+    (1.0, None, 1.0),
+    (1.0, 1, None),
+]
 
 
 def test_a_draw_is_the_inverse_of_the_distribution_on_every_rank() -> None:
@@ -105,8 +125,8 @@ def test_replicas_of_distributed_logits_draw_the_same() -> None:
         dist.all_gather(everyone, got.to_local())
         assert all(torch.equal(one, everyone[0]) for one in everyone)
     cut = vocab_parallel_sample(distribute_tensor(torch.zeros(64, 16), mesh, [Shard(0), Shard(1)]))
-    assert cut.placements == (Shard(0), Replicate())
-    upper, lower = cut.full_tensor().chunk(2)
+    assert _placements(cut) == (Shard(0), Replicate())
+    upper, lower = _full(cut).chunk(2)
     assert not torch.equal(upper, lower)
 
 
@@ -128,7 +148,9 @@ def test_a_class_without_probability_is_never_drawn(uniform: float) -> None:
     logits = torch.full((1, 9), -math.inf)
     logits[0, 4] = 1.0
     for options in ({}, {"top_p": 0.9}, {"top_k": 3}):
-        assert vocab_parallel_sample(logits, uniform=torch.tensor([uniform]), **options).item() == 4
+        assert (
+            vocab_parallel_sample(logits, uniform=torch.tensor([uniform]), **options).item() == 4
+        )
 
 
 def test_classes_at_the_edge_of_the_nucleus_are_all_kept() -> None:
@@ -157,7 +179,10 @@ def test_an_option_out_of_range_is_refused(options: dict[str, float], message: s
 
 def test_numbers_of_another_shape_are_refused() -> None:
     """One per token."""
-    with pytest.raises(TargetError, match=r"uniform has the shape \(2,\): give one number per token of this rank, \(3,\)"):
+    with pytest.raises(
+        TargetError,
+        match=r"uniform has the shape \(2,\): give one number per token of this rank, \(3,\)",
+    ):
         vocab_parallel_sample(torch.zeros(3, 4), uniform=torch.rand(2))
 
 

@@ -21,6 +21,13 @@ from hp_mesh.testing import spmd
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
 
 
 def _logits(*shape: int) -> Tensor:
@@ -42,12 +49,16 @@ def _entropy_grad(logits: Tensor) -> Tensor:
 
 
 @given(st.integers(1, 9), st.sampled_from([1.0, 30.0, 1e4]), st.integers(0, 2**16), st.booleans())
-def test_the_entropy_of_adversarial_logits(classes: int, spread: float, seed: int, masked: bool) -> None:
+def test_the_entropy_of_adversarial_logits(
+    classes: int, spread: float, seed: int, masked: bool
+) -> None:
     """Peaked, flat and masked distributions: no NaN, and the definition's value."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, classes, generator=generator) * spread
     if masked:
-        logits[:, 1:] = torch.where(torch.rand(3, classes - 1, generator=generator) < 0.5, -math.inf, logits[:, 1:])
+        logits[:, 1:] = torch.where(
+            torch.rand(3, classes - 1, generator=generator) < 0.5, -math.inf, logits[:, 1:]
+        )
     got = vocab_parallel_entropy(logits)
     torch.testing.assert_close(got.double(), _entropy(logits), rtol=1e-5, atol=1e-5)
 
@@ -60,17 +71,23 @@ def test_the_entropy_of_shards() -> None:
         logits = _logits(6, classes)
         logits[0, 0] += 1e4
         logits[1, -1] -= 1e4
-        for on, placements in ((mesh, [Shard(1)]), (pair, [Shard(0), Shard(1)]), (pair, [Shard(1), Shard(1)])):
+        for on, placements in (
+            (mesh, [Shard(1)]),
+            (pair, [Shard(0), Shard(1)]),
+            (pair, [Shard(1), Shard(1)]),
+        ):
             sharded = distribute_tensor(logits, on, placements).requires_grad_()
             entropy = vocab_parallel_entropy(sharded)
             assert isinstance(entropy, DTensor)
             torch.testing.assert_close(
-                entropy.full_tensor().detach().double(), _entropy(logits), rtol=1e-5, atol=1e-5
+                _full(entropy).detach().double(), _entropy(logits), rtol=1e-5, atol=1e-5
             )
-            (entropy * distribute_tensor(torch.arange(1.0, 7.0), on, entropy.placements)).sum().backward()
+            (
+                entropy * distribute_tensor(torch.arange(1.0, 7.0), on, entropy.placements)
+            ).sum().backward()
             assert sharded.grad is not None
             torch.testing.assert_close(
-                sharded.grad.full_tensor().double(), _entropy_grad(logits), rtol=1e-4, atol=1e-5
+                _full(sharded.grad).double(), _entropy_grad(logits), rtol=1e-4, atol=1e-5
             )
         step = -(-classes // 4)
         start = min(dist.get_rank() * step, classes)
@@ -91,10 +108,10 @@ def test_log_probs_of_shards() -> None:
         sharded = distribute_tensor(logits, mesh, [Shard(0), Shard(2)]).requires_grad_()
         got = vocab_parallel_log_probs(sharded, target)
         assert isinstance(got, DTensor)
-        torch.testing.assert_close(got.full_tensor().detach(), expected.detach())
+        torch.testing.assert_close(_full(got).detach(), expected.detach())
         got.sum().backward()
         assert sharded.grad is not None
-        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+        torch.testing.assert_close(_full(sharded.grad), whole.grad)
 
 
 def test_log_probs_of_16_bit_logits_are_32_bit() -> None:
@@ -110,7 +127,9 @@ def test_a_one_dimensional_vector_of_logits_is_one_token() -> None:
     """Without token dimensions the result has none."""
     logits = _logits(5)
     assert vocab_parallel_entropy(logits).shape == ()
-    torch.testing.assert_close(vocab_parallel_log_probs(logits, torch.tensor(2)), logits.log_softmax(0)[2])
+    torch.testing.assert_close(
+        vocab_parallel_log_probs(logits, torch.tensor(2)), logits.log_softmax(0)[2]
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

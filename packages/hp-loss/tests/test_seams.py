@@ -8,7 +8,7 @@ from hp_loss._torch import assert_async, fsdp_flags
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 pytestmark = pytest.mark.seam
 
@@ -40,7 +40,8 @@ def test_what_fsdp2_was_told_can_be_read_and_put_back() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(module[0], mesh=mesh, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    before = fsdp_flags(module)  # type: ignore[arg-type]
+    assert isinstance(module, FSDPModule)
+    before = fsdp_flags(module)
     assert before.wants_sync
     for change in (
         lambda: module.set_reshard_after_forward(False),
@@ -49,7 +50,7 @@ def test_what_fsdp2_was_told_can_be_read_and_put_back() -> None:
         lambda: module.set_requires_all_reduce(False),
         lambda: module.set_is_last_backward(False),
     ):
-        change()
-        assert fsdp_flags(module) != before  # type: ignore[arg-type]
+        change()  # type: ignore[no-untyped-call]  # torch leaves the setters untyped
+        assert fsdp_flags(module) != before
         before.put_back()
-        assert fsdp_flags(module) == before  # type: ignore[arg-type]
+        assert fsdp_flags(module) == before

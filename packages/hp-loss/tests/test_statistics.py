@@ -22,8 +22,8 @@ def _statistics(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    inner = sorted(draw(st.lists(st.integers(0, size), min_size=1, max_size=5)))
+def _cuts(data: st.DataObject, size: int) -> list[tuple[int, int]]:
+    inner = sorted(data.draw(st.lists(st.integers(0, size), min_size=1, max_size=5)))
     edges = [0, *inner, size]
     return list(itertools.pairwise(edges))
 
@@ -40,7 +40,7 @@ def test_merged_parts_equal_the_whole(data: st.DataObject) -> None:
     nowhere = torch.full((3,), -1)
     shards = [
         kernel.statistics(logits[:, a:b], nowhere, torch.zeros(3), weights[:, a:b])
-        for a, b in _cuts(data.draw, classes)
+        for a, b in _cuts(data, classes)
     ]
     torch.testing.assert_close(
         merge(torch.stack(shards)), _statistics(logits, weights), rtol=1e-12, atol=1e-9

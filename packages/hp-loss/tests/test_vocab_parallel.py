@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hp_dtensor import DTensor, Partial, Replicate, Shard, StridedShard, distribute_tensor
-from hp_loss import LossLayoutError, TargetError, TargetRangeError, vocab_parallel_cross_entropy
+from hp_loss import (
+    LossLayoutError,
+    Reduction,
+    TargetError,
+    TargetRangeError,
+    vocab_parallel_cross_entropy,
+)
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import RankError, run_spmd, spmd
 from torch import Tensor
@@ -19,6 +25,18 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 
 REDUCTIONS = ("none", "sum", "mean")
 R = Replicate()
+
+
+def _full(tensor: Tensor | None) -> Tensor:
+    """The whole of what must be a DTensor."""
+    assert isinstance(tensor, TorchDTensor)
+    return tensor.full_tensor()
+
+
+def _placements(tensor: Tensor | None) -> tuple[object, ...]:
+    """How what must be a DTensor lies on its mesh."""
+    assert isinstance(tensor, TorchDTensor)
+    return tuple(tensor.placements)
 
 
 def _logits(*shape: int, seed: int = 0) -> Tensor:
@@ -54,9 +72,9 @@ def _check(
 ) -> DTensor:
     """A DTensor's loss and gradient equal those of one device; the gradient lies as the logits do."""
     class_dim = options.pop("class_dim", None)
-    plain = target.full_tensor() if isinstance(target, DTensor) else target
+    plain = _full(target) if isinstance(target, DTensor) else target
     weight = options.get("weight")
-    plain_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    plain_weight = _full(weight) if isinstance(weight, DTensor) else weight
     moved = logits if class_dim is None else logits.movedim(class_dim, 1)
     expected, gradient = _expected(moved, plain, **{**options, "weight": plain_weight})
     if class_dim is not None:
@@ -69,12 +87,12 @@ def _check(
         seed = distribute_tensor(_seed(expected), mesh, loss.placements)
         (loss * seed).sum().backward()
     else:
-        loss.backward()
-    close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-    torch.testing.assert_close(loss.full_tensor().detach(), expected, **close)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(_full(loss).detach(), expected, **close)
     assert sharded.grad is not None
-    assert sharded.grad.placements == sharded.placements
-    torch.testing.assert_close(sharded.grad.full_tensor(), gradient, **close)
+    assert _placements(sharded.grad) == _placements(sharded)
+    torch.testing.assert_close(_full(sharded.grad), gradient, **close)
     return loss
 
 
@@ -92,7 +110,11 @@ def test_plain_shards_give_the_loss_and_their_part_of_the_gradient() -> None:
                 if weighted
                 else None
             )
-            options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+            options: dict[str, Any] = {
+                "weight": weight,
+                "reduction": reduction,
+                "label_smoothing": smoothing,
+            }
             expected, gradient = _expected(logits, target, **options)
             columns = logits.split(-(-classes // 4), 1)
             start = -(-classes // 4) * dist.get_rank()
@@ -220,7 +242,7 @@ def test_labels_lie_as_they_like() -> None:
     expected, _ = _expected(logits, labels)
     sharded = distribute_tensor(logits, mesh, [Shard(0), Shard(1)])
     mine = labels.chunk(2)[mesh.get_local_rank(0)]
-    torch.testing.assert_close(vocab_parallel_cross_entropy(sharded, mine).full_tensor(), expected)
+    torch.testing.assert_close(_full(vocab_parallel_cross_entropy(sharded, mine)), expected)
 
 
 @spmd(world_size=4)
@@ -234,7 +256,7 @@ def test_this_ranks_labels_are_understood_in_three_dimensions() -> None:
         sharded = distribute_tensor(logits, mesh, placements)
         if mesh.get_local_rank(0) < len(mine):
             got = vocab_parallel_cross_entropy(sharded, mine[mesh.get_local_rank(0)])
-        torch.testing.assert_close(got.full_tensor(), expected)
+        torch.testing.assert_close(_full(got), expected)
 
 
 @spmd(world_size=4)
@@ -280,8 +302,8 @@ def test_torchs_own_dtensors_are_taken() -> None:
         sharded, torch_distribute_tensor(labels, mesh, [Shard(0), R])
     )
     loss.backward()
-    torch.testing.assert_close(loss.full_tensor().detach(), expected)
-    torch.testing.assert_close(sharded.grad.full_tensor(), gradient)
+    torch.testing.assert_close(_full(loss).detach(), expected)
+    torch.testing.assert_close(_full(sharded.grad), gradient)
 
 
 @spmd(world_size=4)
@@ -293,9 +315,9 @@ def test_a_sum_is_addends_over_the_batch_and_a_mean_is_whole() -> None:
     total = vocab_parallel_cross_entropy(sharded, labels, reduction="sum")
     mean = vocab_parallel_cross_entropy(sharded, labels)
     rows = vocab_parallel_cross_entropy(sharded, labels, reduction="none")
-    assert total.placements == (Partial("sum"), R)
-    assert mean.placements == (R, R)
-    assert rows.placements == (Shard(0), R)
+    assert _placements(total) == (Partial("sum"), R)
+    assert _placements(mean) == (R, R)
+    assert _placements(rows) == (Shard(0), R)
     assert total.item() == pytest.approx(
         float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-6
     )
@@ -308,14 +330,14 @@ def test_everything_ignored_is_nan_with_a_zero_gradient() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     nothing = torch.full((6,), -100)
     loss = _check(_logits(6, 5), nothing, mesh, [Shard(0), Shard(1)], reduction="mean")
-    assert loss.full_tensor().isnan()
+    assert _full(loss).isnan()
     one = nothing.clone()
     one[4] = 2
     _check(_logits(6, 5), one, mesh, [Shard(0), Shard(1)], reduction="mean")
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_label_that_is_no_class_raises_on_all_ranks_that_have_it(reduction: str) -> None:
+def test_a_label_that_is_no_class_raises_on_all_ranks_that_have_it(reduction: Reduction) -> None:
     """Each rank of the vocabulary axis raises, with one text, before it communicates."""
 
     def body() -> str:

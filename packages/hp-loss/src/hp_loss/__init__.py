@@ -3,11 +3,13 @@
 Layout, bottom up:
 
 * `errors`, `_torch` (private torch), `options`, `order` (floats as integers that sort alike);
-* `vocabulary` (who holds which class), `statistics` (four numbers per token, and how they add up), `exchange` (the one
-  collective), `kernel` (the local arithmetic, which a vendor may replace), `_autograd`, `targets`;
-* `cross_entropy` (all of it, on local tensors), `layout` (how distributed logits lie on a mesh), `logits_shard`;
-* the entry points: `vocab_parallel`, `context`, `module`, `counting`, `linear`, `chunked`, `scores`, `inference`,
-  `sampling`.
+* `vocabulary` (who holds which class), `statistics` (four numbers per token, and how they add up),
+  `exchange` (the one collective), `kernel` (the local arithmetic, which a vendor may replace),
+  `_autograd`, `targets`;
+* `cross_entropy` (all of it, on local tensors), `layout` (how distributed logits lie on a mesh),
+  `logits_shard`;
+* the entry points: `vocab_parallel`, `context`, `module`, `counting`, `linear`, `chunked`,
+  `scores`, `inference`, `sampling`.
 """
 
 from hp_loss._version import __version__

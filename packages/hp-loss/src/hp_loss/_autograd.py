@@ -1,19 +1,22 @@
 """The gradient of a token's loss, without communication: the only `Function` of the losses over given logits.
 
-The forward has the merged statistics already, so there is no collective in here, forward or backward, and a graph
-compiler sees plain tensors. The logits are saved as they are, in their own dtype; beside them a few numbers per token.
-With `S`, `A` and `M` of `hp_loss.statistics`, the two results have the gradients
+The forward has the merged statistics already, so there is no collective in here, forward or
+backward, and a graph compiler sees plain tensors. The logits are saved as they are, in their own
+dtype; beside them a few numbers per token. With `S`, `A` and `M` of `hp_loss.statistics`, the two
+results have the gradients
 
-* loss: ``A softmax(x) - a``, and ``log S - (x - M)`` for the target's weights `a` when those are wanted;
+* loss: ``A softmax(x) - a``, and ``log S - (x - M)`` for the target's weights `a` when those are
+  wanted;
 * logsumexp: ``softmax(x)``.
 
 Every other quantity (z-loss, the mean, a mask) is an ordinary torch expression of the two.
 
-A second derivative needs a sum over all shards in its backward, and is refused. torch's `once_differentiable` would
-not do: it lets a gradient pass as a constant where its incoming gradient is one, and a gradient penalty would be left
-out in silence.
+A second derivative needs a sum over all shards in its backward, and is refused. torch's
+`once_differentiable` would not do: it lets a gradient pass as a constant where its incoming
+gradient is one, and a gradient penalty would be left out in silence.
 
-Not taken: saving the softmax. That is the size of the logits again, in 32 bits, to save one pass of exponentials.
+Not taken: saving the softmax. That is the size of the logits again, in 32 bits, to save one pass
+of exponentials.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ __all__ = ["FsdpFlags", "assert_async", "fsdp_flags"]
 def assert_async(condition: Tensor, message: str) -> None:
     """Fail on the device when *condition* is false.
 
-    `torch._assert_async` is the one assertion that neither waits for the device nor breaks a graph.
+    `torch._assert_async` is the one assertion that neither waits for the device nor breaks a
+    graph.
     """
     torch._assert_async(condition, message)
 
@@ -63,8 +64,9 @@ class FsdpFlags:
 def fsdp_flags(module: FSDPModule) -> FsdpFlags:
     """Read what FSDP2 was told about *module* and those in it.
 
-    FSDP2 has setters (`set_reshard_after_forward`, `set_requires_gradient_sync`, ...) and no getters, so what was set
-    can be put back only from its state: `_get_fsdp_state()`, the state's `_fsdp_param_groups` and `_state_ctx`.
+    FSDP2 has setters (`set_reshard_after_forward`, `set_requires_gradient_sync`, ...) and no
+    getters, so what was set can be put back only from its state: `_get_fsdp_state()`, the state's
+    `_fsdp_param_groups` and `_state_ctx`.
     """
     inner = [
         m._get_fsdp_state()

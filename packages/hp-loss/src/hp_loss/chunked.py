@@ -1,18 +1,21 @@
 """A loss of a head's logits, taken over chunks of tokens: any loss, any head, one chunk of logits at a time.
 
-`linear_cross_entropy` is the better choice for a plain linear head. This wrapper is for the rest: a head that is a
-module with hooks (tensor parallel, FSDP2, quantised, compiled) and a loss that is a function of the logits.
+`linear_cross_entropy` is the better choice for a plain linear head. This wrapper is for the rest:
+a head that is a module with hooks (tensor parallel, FSDP2, quantised, compiled) and a loss that is
+a function of the logits.
 
-Each chunk goes forward and backward at once: hidden states, cut off from the model, through the head and the loss, and
-back to the chunk's gradient and the head's own. What is returned is the sum of the losses; its backward hands the
-gathered gradient of the hidden states to the model. The loss must therefore be a *sum* over tokens, already divided by
-what the step divides by (see `count_valid_tokens`), so that the chunks' losses add up.
+Each chunk goes forward and backward at once: hidden states, cut off from the model, through the
+head and the loss, and back to the chunk's gradient and the head's own. What is returned is the sum
+of the losses; its backward hands the gathered gradient of the hidden states to the model. The loss
+must therefore be a *sum* over tokens, already divided by what the step divides by (see
+`count_valid_tokens`), so that the chunks' losses add up.
 
-The head's gradients exist before the caller's `backward()`, so nothing may scale the returned loss: a factor is given
-as *scale*, and a backward that arrives with another gradient than one is refused.
+The head's gradients exist before the caller's `backward()`, so nothing may scale the returned
+loss: a factor is given as *scale*, and a backward that arrives with another gradient than one is
+refused.
 
-Under FSDP2 the head is gathered once for all chunks and its gradients are reduced once, with the last one. What FSDP2
-was told before is put back afterwards, an exception included.
+Under FSDP2 the head is gathered once for all chunks and its gradients are reduced once, with the
+last one. What FSDP2 was told before is put back afterwards, an exception included.
 """
 
 from __future__ import annotations
@@ -43,10 +46,11 @@ class ChunkedLoss:
     """Take a loss over chunks of tokens, so that only one chunk's logits exist at a time.
 
     Args:
-        loss_fn: `loss_fn(logits, labels, *more, **keywords)`: a sum over tokens, divided by the step's count; or that
-            and a dictionary of metrics. Metrics of the chunks are merged by their names' last part, after `/` or `_`:
-            `mean` and `frac` (already divided by the step's count) and `sum` are added, `max` and `min` are what they
-            say, and any other is refused.
+        loss_fn: `loss_fn(logits, labels, *more, **keywords)`: a sum over tokens, divided by the
+            step's count; or that and a dictionary of metrics. Metrics of the chunks are merged by
+            their names' last part, after `/` or `_`: `mean` and `frac` (already divided by the
+            step's count) and `sum` are added, `max` and `min` are what they say, and any other is
+            refused.
         num_chunks: how many chunks; their sizes differ by one at most.
         lm_head: what makes logits of hidden states; or given later, by `set_lm_head`.
         seq_dim: the dimension along which tokens are cut.
@@ -91,16 +95,16 @@ class ChunkedLoss:
         """The loss of *hidden*.
 
         Args:
-            hidden: hidden states, a plain tensor or a DTensor; a DTensor that is cut along *seq_dim* is cut evenly, and
-                chunks are taken of each rank's part.
+            hidden: hidden states, a plain tensor or a DTensor; a DTensor that is cut along
+                *seq_dim* is cut evenly, and chunks are taken of each rank's part.
             labels: cut as *hidden* is, along the same dimension.
             more: further tensors per token, cut likewise.
             scale: multiplies the loss.
             keywords: for the loss, whole.
 
         Returns:
-            The sum of the chunks' losses; and the merged metrics, if the loss gives any. Under `no_grad`, or if *hidden*
-            and the head require no gradient, nothing is differentiated.
+            The sum of the chunks' losses; and the merged metrics, if the loss gives any. Under
+            `no_grad`, or if *hidden* and the head require no gradient, nothing is differentiated.
 
         Raises:
             TargetError: if *labels* or *more* aren't as long as *hidden*.
@@ -135,7 +139,7 @@ class ChunkedLoss:
                 loss, found = out if isinstance(out, tuple) else (out, {})
                 loss = loss * scale if scale != 1.0 else loss
                 if differentiate:
-                    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                    loss.backward()
                 if accumulator is not None:
                     accumulator.add(cast("Tensor", states.grad))
                 total = loss.detach() if total is None else total + loss.detach()
@@ -151,14 +155,15 @@ class ChunkedLoss:
 class GradAccumulator:
     """Put the gradients of consecutive chunks together in one buffer.
 
-    The result lies on the ranks as the *gradients* do, not as the activation did: a replicated activation may well have
-    a gradient that is a sum of addends.
+    The result lies on the ranks as the *gradients* do, not as the activation did: a replicated
+    activation may well have a gradient that is a sum of addends.
 
     Args:
         reference: what the gradient is of.
         num_chunks: how many chunks there will be.
         seq_dim: the dimension along which they follow each other.
-        dtype: of the buffer; the reference's if None. Each element is written once, so a wider one gains nothing.
+        dtype: of the buffer; the reference's if None. Each element is written once, so a wider one
+            gains nothing.
 
     Example:
         >>> import torch
@@ -193,8 +198,8 @@ class GradAccumulator:
         """Put the next chunk's gradient behind those before it.
 
         Raises:
-            LossLayoutError: (a `ValueError`) if there are more than were announced, if it doesn't fit into what is left,
-                or if it lies on the ranks in another way than the first.
+            LossLayoutError: (a `ValueError`) if there are more than were announced, if it doesn't
+                fit into what is left, or if it lies on the ranks in another way than the first.
         """
         if self._added == self._num_chunks:
             raise LossLayoutError(

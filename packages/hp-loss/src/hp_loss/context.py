@@ -1,16 +1,17 @@
 """`loss_parallel`: inside it, torch's `cross_entropy` of vocabulary-sharded logits is ours.
 
-`torch.nn.functional.cross_entropy` asks the active torch-function modes before it does anything, so a mode sees the
-call with its options whole, before it falls apart into operators. The mode answers that one function and passes every
-other on untouched: a softmax over a sharded dimension inside the context is a plain softmax. Nothing of torch is
-patched.
+`torch.nn.functional.cross_entropy` asks the active torch-function modes before it does anything,
+so a mode sees the call with its options whole, before it falls apart into operators. The mode
+answers that one function and passes every other on untouched: a softmax over a sharded dimension
+inside the context is a plain softmax. Nothing of torch is patched.
 
-What the context says (mesh, strictness, depth) is a context variable: threads and async tasks don't see each other's.
-The mode itself has no state, so that interleaved tasks may enter and leave it in any order; where a task runs on a
-thread that never entered the mode, `cross_entropy` is torch's own: slower, and right.
+What the context says (mesh, strictness, depth) is a context variable: threads and async tasks
+don't see each other's. The mode asks that variable, so that interleaved tasks may enter and leave
+modes in any order; where a task runs on a thread that never entered one, `cross_entropy` is
+torch's own: slower, and right.
 
-Not taken: recognising the pieces, log_softmax and nll_loss, at dispatch. Options such as smoothing are gone by then,
-and a log_softmax that no loss follows would come out wrong.
+Not taken: recognising the pieces, log_softmax and nll_loss, at dispatch. Options such as smoothing
+are gone by then, and a log_softmax that no loss follows would come out wrong.
 """
 
 from __future__ import annotations
@@ -52,19 +53,22 @@ _state: ContextVar[_State | None] = ContextVar("hp_loss.loss_parallel", default=
 def loss_parallel(*, mesh: DeviceMesh | None = None, strict: bool = True) -> Iterator[None]:
     """Compute `cross_entropy` of vocabulary-sharded DTensors where the shards are, inside this context.
 
-    It holds for `torch.nn.functional.cross_entropy` and `torch.nn.CrossEntropyLoss`, with all their options. Plain
-    tensors and all other functions are untouched. The backward may run inside or outside.
+    It holds for `torch.nn.functional.cross_entropy` and `torch.nn.CrossEntropyLoss`, with all
+    their options. Plain tensors and all other functions are untouched. The backward may run inside
+    or outside.
 
     Contexts nest: the inner one's arguments hold until it is left, be it by an exception.
 
     Args:
         mesh: the mesh that the logits must be on, or one of its axes' meshes; any if None.
-        strict: refuse distributed logits that no mesh axis shards over the classes, and Partial ones: a plan that was
-            meant to shard the head and didn't is found here. With False they are computed all the same, Partial ones
+        strict: refuse distributed logits that no mesh axis shards over the classes, and Partial
+            ones: a plan that was meant to shard the head and didn't is found here. With False they
+                are computed all the same, Partial ones
             after a reduction and a warning.
 
     Raises:
-        LossLayoutError: (a `ValueError`) from `cross_entropy`, for logits on another mesh, or by *strict*.
+        LossLayoutError: (a `ValueError`) from `cross_entropy`, for logits on another mesh, or by
+            *strict*.
 
     Example:
         >>> from hp_loss import is_loss_parallel_active, loss_parallel
@@ -74,16 +78,16 @@ def loss_parallel(*, mesh: DeviceMesh | None = None, strict: bool = True) -> Ite
         >>> is_loss_parallel_active()
         False
     """
-    outer = _state.get()
-    state = _State(mesh, strict, 1 if outer is None else outer.depth + 1)
     if torch.compiler.is_compiling():
-        # A graph can't set context variables. Nothing interleaves within one, so there the mode may hold the state.
-        with _CrossEntropyMode(state):
+        # A graph can neither read nor set context variables. Nothing interleaves in it: the mode
+        # has the state.
+        with _CrossEntropyMode(_State(mesh, strict, depth=1)):
             yield
         return
+    state = _State(mesh, strict, get_loss_parallel_count() + 1)
     token = _state.set(state)
     try:
-        with _CrossEntropyMode(None):
+        with _CrossEntropyMode(state):
             yield
     finally:
         _state.reset(token)
@@ -117,10 +121,12 @@ class _CrossEntropyMode(TorchFunctionMode):
     """Answers `cross_entropy` of DTensors.
 
     Args:
-        state: what the context says, inside a graph; None to read the context variable at each call.
+        state: what the context says that entered it. Only a graph, which can't read context
+            variables, asks this; otherwise the variable decides, since the mode on top may be that
+            of another task.
     """
 
-    def __init__(self, state: _State | None) -> None:
+    def __init__(self, state: _State) -> None:
         super().__init__()
         self._hp_state = state
 
@@ -133,7 +139,7 @@ class _CrossEntropyMode(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
-            state = _state.get() if self._hp_state is None else self._hp_state
+            state = self._hp_state if torch.compiler.is_compiling() else _state.get()
             logits = args[0] if args else kwargs.get("input")
             if state is not None and isinstance(logits, TorchDTensor):
                 return _cross_entropy(state, *args, **kwargs)  # type: ignore[arg-type]  # what the caller gave torch

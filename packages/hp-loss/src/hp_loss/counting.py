@@ -1,9 +1,9 @@
 """How many tokens count: the denominator of a mean over more than one call sees.
 
-A step's loss is a mean over all tokens of all micro-batches on all ranks that aren't padding. Each call sees some of
-them, and their numbers differ; so the count is taken once, over all labels of the step, and each call divides its sum
-by it. The sum of the calls' gradients is then the gradient of the one mean, whatever the padding. The count stays on
-the device: nothing waits for it.
+A step's loss is a mean over all tokens of all micro-batches on all ranks that aren't padding. Each
+call sees some of them, and their numbers differ; so the count is taken once, over all labels of
+the step, and each call divides its sum by it. The sum of the calls' gradients is then the gradient
+of the one mean, whatever the padding. The count stays on the device: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def count_valid_tokens(
     """Count the labels that aren't ignored, over all micro-batches and ranks.
 
     Args:
-        labels: those of a step: one tensor, or one per micro-batch. A DTensor counts globally; of plain ones each rank
-            has its own.
+        labels: those of a step: one tensor, or one per micro-batch. A DTensor counts globally; of
+            plain ones each rank has its own.
         ignore_index: the label that doesn't count.
-        mesh: for plain labels, the mesh over all of whose axes they are cut, such as `mesh["dp", "cp"]`.
+        mesh: for plain labels, the mesh over all of whose axes they are cut, such as
+            `mesh["dp", "cp"]`.
         group: for plain labels, the ranks over which they are cut, instead.
 
     Returns:

@@ -1,11 +1,11 @@
 """Cross entropy of the logits that this rank holds: shapes, the exchange, and the reduction.
 
-Everything here is about plain local tensors. Where the classes are cut is a `Vocabulary`; where the tokens are cut is
-the caller's business, who passes a function that sums over the ranks of the batch axes. All entry points of the package
-come through `local_cross_entropy`.
+Everything here is about plain local tensors. Where the classes are cut is a `Vocabulary`; where
+the tokens are cut is the caller's business, who passes a function that sums over the ranks of the
+batch axes. All entry points of the package come through `local_cross_entropy`.
 
-The arithmetic is in 32 bits (64 for 64-bit logits) and the result has the logits' dtype, as on one device, where a
-16-bit loss is rounded as well. Counts are integers until they divide.
+The arithmetic is in 32 bits (64 for 64-bit logits) and the result has the logits' dtype, as on one
+device, where a 16-bit loss is rounded as well. Counts are integers until they divide.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def class_dim_of(
 ) -> int:
     """The dimension of the classes: *class_dim* if given, else what the targets' shape says.
 
-    That is dimension 1 as for `torch.nn.functional.cross_entropy` (0 of a 1-D input) if the targets fit it, and
-    otherwise the last if they fit that.
+    That is dimension 1 as for `torch.nn.functional.cross_entropy` (0 of a 1-D input) if the
+    targets fit it, and otherwise the last if they fit that.
 
     Example:
         >>> from hp_loss.cross_entropy import class_dim_of
@@ -173,7 +173,8 @@ def reduce_losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Reduce per *options*; also *extra*, a count, summed over the batch if the reduction is.
 
-    `sum` is the sum of this rank's tokens; `mean` divides by the weight of the tokens of all ranks.
+    `sum` is the sum of this rank's tokens; `mean` divides by the weight of the tokens of all
+    ranks.
     """
     penalty = _z_loss(losses, options)
     if options.reduction == "none":
@@ -224,8 +225,9 @@ def local_cross_entropy(
 
     Args:
         logits: this rank's part, classes along *class_dim*.
-        target: of this rank's tokens, the same on all ranks of the vocabulary's groups: class indices (the logits'
-            shape without *class_dim*) or the probabilities of the classes held here (the logits' shape).
+        target: of this rank's tokens, the same on all ranks of the vocabulary's groups: class
+            indices (the logits' shape without *class_dim*) or the probabilities of the classes
+            held here (the logits' shape).
         vocabulary: the classes.
         options: how to smooth, mask and reduce.
         class_dim: 0 or more.

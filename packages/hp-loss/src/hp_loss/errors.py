@@ -1,9 +1,10 @@
 """What a loss refuses, and why.
 
-Each error extends the builtin that a caller of `torch.nn.functional.cross_entropy` catches today and carries its facts
-as attributes. All of them are raised before any communication, from facts that every rank of the vocabulary axis
-shares, so that the ranks fail together; the one exception (`TargetRangeError` of a mean over sharded rows) is raised
-after the reduction, so that the ranks of the batch axes fail together too.
+Each error extends the builtin that a caller of `torch.nn.functional.cross_entropy` catches today
+and carries its facts as attributes. All of them are raised before any communication, from facts
+that every rank of the vocabulary axis shares, so that the ranks fail together; the one exception
+(`TargetRangeError` of a mean over sharded rows) is raised after the reduction, so that the ranks
+of the batch axes fail together too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Give every rank the merged statistics of all shards.
 
-**One collective.** Each rank sends its four numbers per token to each other rank and merges what it gets in rank
-order, so all ranks end with the same bits. It is a direct exchange (an all-to-all of equal blocks): the bytes are those
-of an all-gather, `16 * ranks` per token, in one hop instead of a ring's `ranks - 1`; on gloo it was never slower.
+**One collective.** Each rank sends its four numbers per token to each other rank and merges what
+it gets in rank order, so all ranks end with the same bits. It is a direct exchange (an all-to-all
+of equal blocks): the bytes are those of an all-gather, `16 * ranks` per token, in one hop instead
+of a ring's `ranks - 1`; on gloo it was never slower.
 
-**Two, for many ranks and tokens.** One all-reduce of the maxima and one of the sums move a constant number of bytes
-per token, whatever the number of ranks, for twice the latency. `direct_is_cheaper` weighs the two.
+**Two, for many ranks and tokens.** One all-reduce of the maxima and one of the sums move a
+constant number of bytes per token, whatever the number of ranks, for twice the latency.
+`direct_is_cheaper` weighs the two.
 
 Not taken: three all-reduces, one per quantity, as a loss composed of operators needs.
 """
@@ -28,7 +30,8 @@ LATENCY_BYTES = 2**21
 def direct_is_cheaper(ranks: int, nbytes: int) -> bool:
     """Whether one direct exchange of *nbytes* per rank costs no more than two all-reduces of them.
 
-    A rank sends `ranks - 1` blocks directly, and `2 * (ranks - 1) / ranks` of one in a ring all-reduce.
+    A rank sends `ranks - 1` blocks directly, and `2 * (ranks - 1) / ranks` of one in a ring
+    all-reduce.
 
     Example:
         >>> from hp_loss.exchange import direct_is_cheaper

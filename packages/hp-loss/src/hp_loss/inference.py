@@ -1,7 +1,8 @@
 """Choices from vocabulary-sharded logits without gathering them: the best class, the best few; and the gather, if it must be.
 
-Each rank sends its own best candidates, as pairs of an order-preserving integer and a class, and every rank picks from
-all of them in the same way; so all ranks choose the same, and equal logits go to the lowest class.
+Each rank sends its own best candidates, as pairs of an order-preserving integer and a class, and
+every rank picks from all of them in the same way; so all ranks choose the same, and equal logits
+go to the lowest class.
 """
 
 from __future__ import annotations
@@ -67,15 +68,16 @@ class TopK(NamedTuple):
 def gather_tensor_parallel_logits(logits: Tensor, config: GatherConfig) -> Tensor:
     """The logits with all classes on every rank; as they are, if *config* doesn't ask for it or there is nobody to ask.
 
-    Shards may be uneven or empty. A DTensor is gathered over the axes that cut the classes, whatever the group, and
-    stays one. Plain logits get no gradient.
+    Shards may be uneven or empty. A DTensor is gathered over the axes that cut the classes,
+    whatever the group, and stays one. Plain logits get no gradient.
 
     Args:
         logits: a DTensor or this rank's shard; the shards' other dimensions are equal.
         config: with `gather_logits`, `logits_process_group` and `logits_gather_dim`.
 
     Raises:
-        LossOptionError: (a `ValueError`) if `logits_gather_dim` isn't negative, or not a dimension.
+        LossOptionError: (a `ValueError`) if `logits_gather_dim` isn't negative, or not a
+            dimension.
 
     Example:
         >>> import torch
@@ -143,8 +145,8 @@ def vocab_parallel_argmax(
         vocab_size: for a shard, the number of classes, if shards are uneven.
 
     Returns:
-        Shape `(...)`, int64, the same on all ranks that share the token; a DTensor, cut like the tokens, for DTensor
-        logits.
+        Shape `(...)`, int64, the same on all ranks that share the token; a DTensor, cut like the
+        tokens, for DTensor logits.
 
     Example:
         >>> import torch
@@ -180,7 +182,8 @@ def vocab_parallel_topk(
         vocab_size: for a shard, the number of classes, if shards are uneven.
 
     Returns:
-        Values and classes, the same on all ranks that share the token; DTensors, cut like the tokens, for DTensor logits.
+        Values and classes, the same on all ranks that share the token; DTensors, cut like the
+        tokens, for DTensor logits.
 
     Raises:
         LossOptionError: if there are fewer than *k* classes.

@@ -1,13 +1,13 @@
 """The local half of a loss: what a shard of logits contributes, and its gradient. A vendor may replace it.
 
-A kernel sees one shard of logits as `(tokens, columns)` and each token's target as four plain tensors; it never sees a
-group, a mesh or an option. `TorchKernel` is the reference, in torch operators, for any device. A fused one registers
-under the entry-point group ``hp_loss.kernels`` with the device type as its name, and needs no import of this package:
-the Protocol is structural.
+A kernel sees one shard of logits as `(tokens, columns)` and each token's target as four plain
+tensors; it never sees a group, a mesh or an option. `TorchKernel` is the reference, in torch
+operators, for any device. A fused one registers under the entry-point group ``hp_loss.kernels``
+with the device type as its name, and needs no import of this package: the Protocol is structural.
 
-The reference works on a few tokens at a time. On a CPU that keeps the shard's rows in cache while they are shifted,
-exponentiated and summed; everywhere it bounds what is held beside the logits. Under a compiler it works on the whole,
-which the compiler cuts better than we do.
+The reference works on a few tokens at a time. On a CPU that keeps the shard's rows in cache while
+they are shifted, exponentiated and summed; everywhere it bounds what is held beside the logits.
+Under a compiler it works on the whole, which the compiler cuts better than we do.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class CrossEntropyKernel(Protocol):
     """The arithmetic of one shard of logits.
 
-    A token's target on this shard has the weight `mass[token]` at column `column[token]` (nowhere, where that is -1)
-    and `background` everywhere: no dimension for one number, `(columns,)` for one per class, `(tokens, columns)` for
-    one per logit.
+    A token's target on this shard has the weight `mass[token]` at column `column[token]` (nowhere,
+    where that is -1) and `background` everywhere: no dimension for one number, `(columns,)` for
+    one per class, `(tokens, columns)` for one per logit.
     """
 
     def statistics(
@@ -216,8 +216,9 @@ _found: dict[str, CrossEntropyKernel] = {}
 def find_kernel(device_type: str) -> CrossEntropyKernel:
     """The kernel for *device_type*: a registered one if there is any, else `TorchKernel`.
 
-    A package registers a class or a function without arguments that gives a `CrossEntropyKernel`, in the entry-point
-    group ``hp_loss.kernels``, under the device type as its name. It is looked up once.
+    A package registers a class or a function without arguments that gives a `CrossEntropyKernel`,
+    in the entry-point group ``hp_loss.kernels``, under the device type as its name. It is looked
+    up once.
 
     Example:
         >>> from hp_loss import find_kernel

@@ -1,14 +1,16 @@
 """How distributed logits lie on a mesh, read once: which axes cut the classes, which cut the tokens.
 
-An axis of the mesh that shards the class dimension is a *vocabulary axis*: statistics are merged over it. One that
-shards another dimension is a *batch axis*: tokens are summed over it, when they are summed at all. Replicated axes are
-neither, and neither are axes of one rank. Any number of each kind may come in any order.
+An axis of the mesh that shards the class dimension is a *vocabulary axis*: statistics are merged
+over it. One that shards another dimension is a *batch axis*: tokens are summed over it, when they
+are summed at all. Replicated axes are neither, and neither are axes of one rank. Any number of
+each kind may come in any order.
 
-The targets' layout follows from the logits': the class dimension is gone, dims after it move down by one, and what cut
-the classes now replicates. Targets that lie otherwise are moved there (integers, one per token).
+The targets' layout follows from the logits': the class dimension is gone, dims after it move down
+by one, and what cut the classes now replicates. Targets that lie otherwise are moved there
+(integers, one per token).
 
-A Partial axis has addends where a softmax needs values. Summing them is the size of the logits, so it is never done
-behind the caller's back.
+A Partial axis has addends where a softmax needs values. Summing them is the size of the logits, so
+it is never done behind the caller's back.
 """
 
 from __future__ import annotations
@@ -141,9 +143,10 @@ def as_our_mesh(mesh: TorchDeviceMesh) -> DeviceMesh:
 def class_dim_of_dtensor(logits: TorchDTensor, target: Tensor, class_dim: int | None) -> int:
     """`class_dim_of` for logits whose targets may be this rank's part only.
 
-    Then shapes don't tell, since a short shard of one dimension may be as long as one of another on some ranks and not
-    on others. The class dimension is dimension 1 if that is cut and the last isn't, and the last otherwise; where
-    neither is cut the shapes are the same on all ranks, and do tell.
+    Then shapes don't tell, since a short shard of one dimension may be as long as one of another
+    on some ranks and not on others. The class dimension is dimension 1 if that is cut and the last
+    isn't, and the last otherwise; where neither is cut the shapes are the same on all ranks, and
+    do tell.
     """
     shape, target_shape = tuple(logits.shape), tuple(target.shape)
     last = len(shape) - 1
@@ -189,11 +192,11 @@ def make_layout(
         )
     splits, groups, batch_axes = [], [], []
     for axis, placement in enumerate(placements):
-        ranks = mesh.size(axis)
+        ranks = int(mesh.size(axis))
         if ranks == 1 or not isinstance(placement, (Shard, StridedShard)):
             continue
         if placement.dim % len(shape) == class_dim:
-            factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+            factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
             splits.append((ranks, coordinate[axis], factor))
             groups.append(mesh.get_group(axis))
         else:
@@ -206,8 +209,9 @@ def make_layout(
 def local_target(target: Tensor, layout: LogitsLayout) -> Tensor:
     """This rank's part of *target*, for logits with *layout*.
 
-    A plain tensor of the global shape is taken to be the same on all ranks and is cut; one of the local shape is taken
-    to be this rank's part already. A DTensor is moved to where the logits need it.
+    A plain tensor of the global shape is taken to be the same on all ranks and is cut; one of the
+    local shape is taken to be this rank's part already. A DTensor is moved to where the logits
+    need it.
     """
     dense = target.is_floating_point()
     placements = layout.placements if dense else layout.token_placements

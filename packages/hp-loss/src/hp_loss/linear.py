@@ -1,17 +1,18 @@
 """The head and its loss in one, over chunks of tokens: the logits never exist as a whole.
 
-The forward goes over the chunks once: logits of a chunk, their four numbers per token, and the logits are gone. Then
-comes the one exchange, for all tokens at once. The backward computes each chunk's logits again, turns them into their
-own gradient in place, and adds up what they give to the hidden states, the head and the bias. What is held at any time
-is one chunk of logits.
+The forward goes over the chunks once: logits of a chunk, their four numbers per token, and the
+logits are gone. Then comes the one exchange, for all tokens at once. The backward computes each
+chunk's logits again, turns them into their own gradient in place, and adds up what they give to
+the hidden states, the head and the bias. What is held at any time is one chunk of logits.
 
-So a head costs four products of its size instead of three. Not taken: computing the gradients in the forward, which
-saves the fourth. It needs an exchange per chunk and a loss that is already reduced, and it works for nothing when no
-backward follows.
+So a head costs four products of its size instead of three. Not taken: computing the gradients in
+the forward, which saves the fourth. It needs an exchange per chunk and a loss that is already
+reduced, and it works for nothing when no backward follows.
 
-The gradient of the hidden states is a sum over the shards of the head; it is reduced here, so that it is whole on every
-rank, as on one device. For distributed tensors that is the layout's business (a Partial gradient, which becomes what
-the hidden states are); for plain ones `_SumGradient` does it.
+The gradient of the hidden states is a sum over the shards of the head; it is reduced here, so that
+it is whole on every rank, as on one device. For distributed tensors that is the layout's business
+(a Partial gradient, which becomes what the hidden states are); for plain ones `_SumGradient` does
+it.
 """
 
 from __future__ import annotations
@@ -78,20 +79,23 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` that never holds the logits.
 
-    One collective in the forward, of four 32-bit numbers per token and rank. In the backward the gradient of the hidden
-    states is summed over the ranks that share the vocabulary; everything else is local.
+    One collective in the forward, of four 32-bit numbers per token and rank. In the backward the
+    gradient of the hidden states is summed over the ranks that share the vocabulary; everything
+    else is local.
 
     Args:
-        hidden: shape `(..., features)`: a DTensor, or a plain tensor of this rank's tokens that is the same on all ranks
-            of *group*. A DTensor that is cut over an axis which also cuts the head (sequence parallel) is gathered.
-        weight: shape `(classes, features)`: a DTensor, `Shard(0)` on the axes that cut the vocabulary; or plain, this
-            rank's rows.
+        hidden: shape `(..., features)`: a DTensor, or a plain tensor of this rank's tokens that is
+            the same on all ranks of *group*. A DTensor that is cut over an axis which also cuts
+            the head (sequence parallel) is gathered.
+        weight: shape `(classes, features)`: a DTensor, `Shard(0)` on the axes that cut the
+            vocabulary; or plain, this rank's rows.
         target: class indices of shape `(...)`, or probabilities of the shape of the logits; as for
             `vocab_parallel_cross_entropy`.
         bias: shape `(classes,)`, cut like *weight*.
         class_weight: as *weight* of `vocab_parallel_cross_entropy`.
         ignore_index: targets of this value count for nothing.
-        reduction: `"none"`, `"sum"` or `"mean"`; the mean is over the tokens of all ranks of the mesh.
+        reduction: `"none"`, `"sum"` or `"mean"`; the mean is over the tokens of all ranks of the
+            mesh.
         label_smoothing: the share of a target's weight that is spread over all classes.
         z_loss: factor of the squared logsumexp, which is added per valid token.
         group: for plain tensors, the ranks over which the head is cut, in order.

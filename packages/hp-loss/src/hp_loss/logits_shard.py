@@ -1,8 +1,8 @@
 """One way in for what is asked of vocabulary-sharded logits besides their loss: this rank's rows and classes.
 
-Scores, choices and samples all start alike: distributed logits or a plain shard with a group, classes last, become
-`(tokens, classes held here)` and a `Vocabulary`; and what comes out, one thing per token, gets the tokens' shape and
-layout back.
+Scores, choices and samples all start alike: distributed logits or a plain shard with a group,
+classes last, become `(tokens, classes held here)` and a `Vocabulary`; and what comes out, one
+thing per token, gets the tokens' shape and layout back.
 """
 
 from __future__ import annotations

@@ -68,12 +68,12 @@ class CrossEntropyLoss(nn.Module):
         Args:
             logits: as for `vocab_parallel_cross_entropy`.
             target: as for `vocab_parallel_cross_entropy`.
-            global_valid_tokens: for a mean, what to divide the sum by instead: the number of tokens of the whole step,
-                see `count_valid_tokens`. A tensor stays on its device.
+            global_valid_tokens: for a mean, what to divide the sum by instead: the number of
+                tokens of the whole step, see `count_valid_tokens`. A tensor stays on its device.
 
         Returns:
-            As `vocab_parallel_cross_entropy`; with *global_valid_tokens* this call's share of the step's mean: for
-            DTensor logits Partial over the axes that cut the tokens, as a sum is.
+            As `vocab_parallel_cross_entropy`; with *global_valid_tokens* this call's share of the
+            step's mean: for DTensor logits Partial over the axes that cut the tokens, as a sum is.
         """
         return cross_entropy_of(
             logits,

@@ -1,8 +1,8 @@
 """Floats as integers that sort alike, so that a maximum and where it was can travel and be compared as one block.
 
-The bits of a float, with those of negative numbers turned over, are an integer of the same order. As integers,
-different values are never equal and equal ones always are, minus zero and zero included; NaN is above everything, as
-torch's `argmax` and `topk` have it.
+The bits of a float, with those of negative numbers turned over, are an integer of the same order.
+As integers, different values are never equal and equal ones always are, minus zero and zero
+included; NaN is above everything, as torch's `argmax` and `topk` have it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
 """Draw a class per token from vocabulary-sharded logits, the same on every rank, without gathering them.
 
-A draw is the inverse of the cumulative distribution: one uniform number per token picks the class at which the running
-sum of probabilities, in class order, passes it. The ranks need to know only each shard's total to find whose shard that
-is; its owner finds the class. The uniform number is that of the first rank that has the token, whatever the states of
-the other ranks' generators.
+A draw is the inverse of the cumulative distribution: one uniform number per token picks the class
+at which the running sum of probabilities, in class order, passes it. The ranks need to know only
+each shard's total to find whose shard that is; its owner finds the class. The uniform number is
+that of the first rank that has the token, whatever the states of the other ranks' generators.
 
-*top_k* first collects the *k* best of each token (`hp_loss.inference`), which every rank then filters and draws from.
-*top_p* alone keeps the smallest set of most probable classes whose probabilities reach it. Its edge is a logit, found
-byte by byte: per byte the ranks add up histograms of probability, 256 numbers per token, and look in which bin the sum
-from above passes *top_p*. Four rounds and two kilobytes per token find it exactly, where a sort would need all logits in
-one place. Classes whose logit equals the edge are all kept.
+*top_k* first collects the *k* best of each token (`hp_loss.inference`), which every rank then
+filters and draws from. *top_p* alone keeps the smallest set of most probable classes whose
+probabilities reach it. Its edge is a logit, found byte by byte: per byte the ranks add up
+histograms of probability, 256 numbers per token, and look in which bin the sum from above passes
+*top_p*. Four rounds and two kilobytes per token find it exactly, where a sort would need all
+logits in one place. Classes whose logit equals the edge are all kept.
 
-Not taken: adding Gumbel noise and taking the maximum. It needs a number per class that doesn't depend on the layout.
+Not taken: adding Gumbel noise and taking the maximum. It needs a number per class that doesn't
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -82,19 +84,22 @@ def vocab_parallel_sample(
     """Draw a class for each token from vocabulary-sharded logits; all ranks that share a token draw the same.
 
     Args:
-        logits: shape `(..., classes)`: a DTensor, or this rank's shard. Minus infinity is a probability of zero.
+        logits: shape `(..., classes)`: a DTensor, or this rank's shard. Minus infinity is a
+            probability of zero.
         temperature: divides the logits.
         top_k: keep the so many most probable classes.
-        top_p: keep the smallest set of most probable classes, after *top_k*, whose probabilities sum to this or more.
-        uniform: the numbers in [0, 1) to invert the distribution at, one per token of this rank, in the tokens' shape;
-            drawn if None. Of ranks that share a token, those of the first count.
+        top_p: keep the smallest set of most probable classes, after *top_k*, whose probabilities
+            sum to this or more.
+        uniform: the numbers in [0, 1) to invert the distribution at, one per token of this rank,
+            in the tokens' shape; drawn if None. Of ranks that share a token, those of the first
+            count.
         generator: to draw them with.
         group: for a shard, the ranks over which the classes are cut, in order.
         vocab_size: for a shard, the number of classes, if shards are uneven.
 
     Returns:
-        Shape `(...)`, int64; a DTensor, cut like the tokens, for DTensor logits. Where no class has a probability, or
-        one is NaN, the class is undefined, and the same on all ranks.
+        Shape `(...)`, int64; a DTensor, cut like the tokens, for DTensor logits. Where no class
+        has a probability, or one is NaN, the class is undefined, and the same on all ranks.
 
     Raises:
         LossOptionError: if an option is out of range.
@@ -157,7 +162,8 @@ def _from_best(
     if top_p is not None:
         before = weight.cumsum(1) - weight
         weight = torch.where(before < top_p * weight.sum(1, keepdim=True), weight, 0.0)
-    # The rule is the running sum in class order, so that top_k of all classes draws what no top_k draws.
+    # The rule is the running sum in class order, so that top_k of all classes draws what no top_k
+    # draws.
     classes, order = best[..., 1].sort(dim=1)
     weight = weight.gather(1, order)
     column = _invert(weight, numbers * weight.sum(1))
@@ -217,7 +223,8 @@ def _edge(rows: Tensor, weight: Tensor, top_p: float, vocabulary: Vocabulary) ->
         histogram.scatter_add_(1, digit, torch.where(inside, weight, 0.0))
         histogram = exchange_all(histogram, vocabulary.groups).sum(0)
         from_above = histogram.flip(1).cumsum(1).flip(1) + above.unsqueeze(1)
-        # The highest bin at which the sum from above is enough; the lowest that has anything, if rounding denies it.
+        # The highest bin at which the sum from above is enough; the lowest that has anything, if
+        # rounding denies it.
         bins = torch.arange(BINS, device=rows.device)
         enough = torch.where(from_above >= wanted.unsqueeze(1), bins, -1).amax(1)
         lowest = torch.where(histogram > 0, bins, BINS - 1).amin(1)

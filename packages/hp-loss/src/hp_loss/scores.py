@@ -1,12 +1,12 @@
 r"""What a policy gradient asks of vocabulary-sharded logits: log-probabilities of targets, and the entropy.
 
-A target's log-probability is minus its cross entropy, so it is that. The entropy has statistics of its own: with `M`
-and `S` of `hp_loss.statistics` and ``E = sum_c e^(x_c - M) (x_c - M)``,
+A target's log-probability is minus its cross entropy, so it is that. The entropy has statistics of
+its own: with `M` and `S` of `hp_loss.statistics` and ``E = sum_c e^(x_c - M) (x_c - M)``,
 
 .. math:: H = \log S - E / S
 
-and three numbers per token are exchanged. Both are differentiable, without communication in the backward:
-``dH/dx_c = -p_c (log p_c + H)``.
+and three numbers per token are exchanged. Both are differentiable, without communication in the
+backward: ``dH/dx_c = -p_c (log p_c + H)``.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ def vocab_parallel_entropy(
     """The entropy of each token's distribution, from vocabulary-sharded logits; one collective.
 
     Args:
-        logits: shape `(..., classes)`: a DTensor, or this rank's shard. Minus infinity is a probability of zero.
+        logits: shape `(..., classes)`: a DTensor, or this rank's shard. Minus infinity is a
+            probability of zero.
         group: for a shard, the ranks over which the classes are cut, in order.
         vocab_size: for a shard, the number of classes, if shards are uneven.
 
     Returns:
-        Shape `(...)`, in nats, 32 bits or more; a DTensor, cut like the tokens, for DTensor logits.
+        Shape `(...)`, in nats, 32 bits or more; a DTensor, cut like the tokens, for DTensor
+        logits.
 
     Raises:
         LossLayoutError: if the logits are Partial.

@@ -1,31 +1,35 @@
 r"""Four numbers per token that a shard of the vocabulary owes to the rest, and how they add up.
 
-Let :math:`a_c` be the weight of class *c* in a token's target: one at the target's class, something everywhere when
-labels are smoothed, the class weight times the probability when targets are soft. Every cross entropy there is has the
-form
+Let :math:`a_c` be the weight of class *c* in a token's target: one at the target's class,
+something everywhere when labels are smoothed, the class weight times the probability when targets
+are soft. Every cross entropy there is has the form
 
 .. math:: \sum_c a_c \, (\mathrm{logsumexp}(x) - x_c) = A \log S - D
 
 with, over the whole vocabulary and relative to the maximum :math:`M`,
 
-=========  =====================================  ==================================================
-column     meaning                                over shards *r*, with :math:`\Delta_r = M_r - M`
-=========  =====================================  ==================================================
-`MAXIMUM`  :math:`M = \max_c x_c`                 :math:`\max_r M_r`
-`EXP_SUM`  :math:`S = \sum_c e^{x_c - M}`         :math:`\sum_r S_r e^{\Delta_r}`
-`DOT`      :math:`D = \sum_c a_c (x_c - M)`       :math:`\sum_r D_r + A_r \Delta_r`
-`MASS`     :math:`A = \sum_c a_c`                 :math:`\sum_r A_r`
-=========  =====================================  ==================================================
+=========  =====================================
+================================================== column     meaning
+over shards *r*, with :math:`\Delta_r = M_r - M`
+=========  =====================================
+================================================== `MAXIMUM`  :math:`M = \max_c x_c`
+:math:`\max_r M_r` `EXP_SUM`  :math:`S = \sum_c e^{x_c - M}`
+:math:`\sum_r S_r e^{\Delta_r}` `DOT`      :math:`D = \sum_c a_c (x_c - M)`
+:math:`\sum_r D_r + A_r \Delta_r` `MASS`     :math:`A = \sum_c a_c`
+:math:`\sum_r A_r`
+=========  =====================================
+==================================================
 
-The four are closed under merging, so shards of shards merge the same way. Everything is relative to a maximum that is
-itself a logit: adding ten thousand to all logits changes nothing, which the textbook `logsumexp(x) - x[target]` can't
-say in 32 bits.
+The four are closed under merging, so shards of shards merge the same way. Everything is relative
+to a maximum that is itself a logit: adding ten thousand to all logits changes nothing, which the
+textbook `logsumexp(x) - x[target]` can't say in 32 bits.
 
-A shard without classes, or with nothing but minus infinity, has the most negative finite number as its maximum: then
-no infinity is ever subtracted from another, and a token is NaN exactly when it is on one device.
+A shard without classes, or with nothing but minus infinity, has the most negative finite number as
+its maximum: then no infinity is ever subtracted from another, and a token is NaN exactly when it
+is on one device.
 
-Not taken: sending `(max, sum of exp, target logit, sum of logits)`. Those four need the class weights of all shards
-for smoothing with weights, and say nothing about soft targets.
+Not taken: sending `(max, sum of exp, target logit, sum of logits)`. Those four need the class
+weights of all shards for smoothing with weights, and say nothing about soft targets.
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ def rebase(statistics: Tensor, maximum: Tensor) -> Tensor:
     """
     delta = statistics[..., MAXIMUM] - maximum
     mass = statistics[..., MASS]
-    # A shard without mass adds nothing, however far down it is: zero times an overflow would be NaN.
+    # A shard without mass adds nothing, however far down it is: zero times an overflow would be
+    # NaN.
     moved = torch.where(mass == 0, 0.0, mass * delta)
     exp_sum = statistics[..., EXP_SUM] * delta.exp()
     dot = statistics[..., DOT] + moved

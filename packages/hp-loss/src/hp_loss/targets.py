@@ -2,15 +2,18 @@
 
 With smoothing *e* over *V* classes and class weights *w*,
 
-* a label *t* gives ``a_c = (1 - e) w_t [c = t] + (e / V) w_c``: a `mass` at one `column`, and a `background`;
-* probabilities *q* give ``a_c = w_c ((1 - e) q_c + e / V)``: a `background` of one number per logit.
+* a label *t* gives ``a_c = (1 - e) w_t [c = t] + (e / V) w_c``: a `mass` at one `column`, and a
+  `background`;
+* probabilities *q* give ``a_c = w_c ((1 - e) q_c + e / V)``: a `background` of one number per
+  logit.
 
 The rest of the package knows neither labels nor smoothing.
 
-Class weights are whole on every rank or cut like the vocabulary; either way a rank looks up those of its own classes
-only. The weight of the target's class, which the mean divides by, is then a fifth number per token in the exchange.
-Not taken: looking it up in whole weights without the fifth number. Ranks would have to agree on which case they are in,
-and a vocabulary of one class looks like both.
+Class weights are whole on every rank or cut like the vocabulary; either way a rank looks up those
+of its own classes only. The weight of the target's class, which the mean divides by, is then a
+fifth number per token in the exchange. Not taken: looking it up in whole weights without the fifth
+number. Ranks would have to agree on which case they are in, and a vocabulary of one class looks
+like both.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ def from_labels(
     """Describe class indices.
 
     Args:
-        labels: shape `(tokens,)`, any integer dtype; the same on all ranks of the vocabulary's groups.
+        labels: shape `(tokens,)`, any integer dtype; the same on all ranks of the vocabulary's
+            groups.
         vocabulary: the classes, and those held here.
         weight: class weights, `(classes,)` or as many as held here; or None.
         options: smoothing and the index to ignore.
@@ -140,8 +144,9 @@ def _look_up(weight: Tensor, index: Tensor) -> Tensor:
 def refuse_out_of_range(count: Tensor, vocabulary: Vocabulary, options: LossOptions) -> None:
     """Raise if *count* targets, counted over all who share the news, are no class.
 
-    On a CPU in eager mode this raises at once. Elsewhere, looking at the count would wait for the device, or break the
-    graph: there the assertion runs on the device, and surfaces as torch's own does for `cross_entropy`.
+    On a CPU in eager mode this raises at once. Elsewhere, looking at the count would wait for the
+    device, or break the graph: there the assertion runs on the device, and surfaces as torch's own
+    does for `cross_entropy`.
     """
     if torch.compiler.is_compiling() or count.device.type != "cpu":
         assert_async(count == 0, _out_of_range("some", vocabulary, options))

@@ -1,7 +1,8 @@
 """Cross entropy of logits whose classes are cut over ranks: the function.
 
-It takes what `torch.nn.functional.cross_entropy` takes and gives what that gives on one device. Distributed logits say
-themselves how they lie on the mesh; plain ones are this rank's shard, and a process group says who has the others.
+It takes what `torch.nn.functional.cross_entropy` takes and gives what that gives on one device.
+Distributed logits say themselves how they lie on the mesh; plain ones are this rank's shard, and a
+process group says who has the others.
 """
 
 from __future__ import annotations
@@ -38,36 +39,43 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross entropy over a sharded vocabulary: what one device gives, for one collective and no gathered logits.
 
-    The collective moves four 32-bit numbers per token and rank (five with class weights). The backward communicates
-    nothing. Beside the logits, in their own dtype, a few numbers per token are kept.
+    The collective moves four 32-bit numbers per token and rank (five with class weights). The
+    backward communicates nothing. Beside the logits, in their own dtype, a few numbers per token
+    are kept.
 
     Args:
-        logits: a DTensor, ours or torch's, with any number of axes that shard the classes or the tokens; or this rank's
-            shard as a plain tensor. Shape `(C)`, `(N, C)`, `(N, C, d...)` or `(..., C)`; any floating dtype.
-        target: class indices (integers, the logits' shape without the classes), the same on all ranks that share a
-            token; or class probabilities (the logits' shape). A DTensor, a plain tensor of the global shape that is the
-            same everywhere, or a plain tensor of this rank's tokens.
-        weight: class weights, shape `(C,)`: whole, cut like the classes, or a DTensor. They get no gradient.
+        logits: a DTensor, ours or torch's, with any number of axes that shard the classes or the
+            tokens; or this rank's shard as a plain tensor. Shape `(C)`, `(N, C)`, `(N, C, d...)`
+            or `(..., C)`; any floating dtype.
+        target: class indices (integers, the logits' shape without the classes), the same on all
+            ranks that share a token; or class probabilities (the logits' shape). A DTensor, a
+            plain tensor of the global shape that is the same everywhere, or a plain tensor of this
+            rank's tokens.
+        weight: class weights, shape `(C,)`: whole, cut like the classes, or a DTensor. They get no
+            gradient.
         ignore_index: targets of this value count for nothing.
-        reduction: `"none"`, `"sum"` or `"mean"`. The mean divides by the weight of all tokens of the mesh.
+        reduction: `"none"`, `"sum"` or `"mean"`. The mean divides by the weight of all tokens of
+            the mesh.
         label_smoothing: the share of a target's weight that is spread over all classes.
         z_loss: factor of the squared logsumexp, which is added per valid token.
         group: for plain logits, the ranks over which the classes are cut, in order.
-        vocab_size: for plain logits, the number of classes; all shards have the same size if it is left out.
-        class_dim: the dimension of the classes. If left out, 1 (0 for 1-D logits) if the targets' shape fits that, as
-            for torch, else the last.
-        inplace_backward: write the gradient over the logits, which saves their size in backward. Nothing else may need
-            their values by then.
+        vocab_size: for plain logits, the number of classes; all shards have the same size if it is
+            left out.
+        class_dim: the dimension of the classes. If left out, 1 (0 for 1-D logits) if the targets'
+            shape fits that, as for torch, else the last.
+        inplace_backward: write the gradient over the logits, which saves their size in backward.
+            Nothing else may need their values by then.
 
     Returns:
-        For DTensor logits a DTensor: of the targets' shape and cut like the tokens for `"none"`, Partial over the axes
-        that cut the tokens for `"sum"`, replicated for `"mean"`. Else a plain tensor, the same on all ranks of *group*,
-        over this rank's tokens. The dtype is that of the logits, or 32 bits under autocast.
+        A DTensor for DTensor logits, of the targets' shape and cut like the tokens for `"none"`,
+        Partial over the axes that cut the tokens for `"sum"`, replicated for `"mean"`. Else a
+        plain tensor, the same on all ranks of *group*, over this rank's tokens. The dtype is that
+        of the logits, or 32 bits under autocast.
 
     Raises:
-        TargetRangeError: (an `IndexError`) if a target is no class. On a CPU in eager mode at once; elsewhere by an
-            assertion on the device, so that nothing waits. All ranks that share the token raise, and for a mean all
-            ranks of the mesh.
+        TargetRangeError: (an `IndexError`) if a target is no class. On a CPU in eager mode at
+            once; elsewhere by an assertion on the device, so that nothing waits. All ranks that
+            share the token raise, and for a mean all ranks of the mesh.
         TargetError: if the targets' shape doesn't fit.
         LossLayoutError: if the logits are Partial, or the meshes differ.
         LossOptionError: if an option means nothing.

@@ -1,11 +1,12 @@
 """Which classes this rank holds, and with whom it shares the rest.
 
-A vocabulary is cut over one or more groups of ranks. This rank holds an ordered list of half-open intervals of class
-indices (one interval, unless the layout is strided), and its logits have one column per class of that list. The cut is
-the one shard rule of the workspace, so an uneven vocabulary has a short or empty last shard.
+A vocabulary is cut over one or more groups of ranks. This rank holds an ordered list of half-open
+intervals of class indices (one interval, unless the layout is strided), and its logits have one
+column per class of that list. The cut is the one shard rule of the workspace, so an uneven
+vocabulary has a short or empty last shard.
 
-Not taken: keeping `start` and `stop` only. A list of intervals costs nothing for the usual single one and makes fused
-and strided heads right too.
+Not taken: keeping `start` and `stop` only. A list of intervals costs nothing for the usual single
+one and makes fused and strided heads right too.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Vocabulary:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def held_classes(size: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
+def held_classes(
+    size: int, splits: tuple[tuple[int, int, int], ...]
+) -> tuple[tuple[int, int], ...]:
     """The classes that are left of *size* after *splits*, as `hp_dtensor.shards.local_intervals` says."""
     if torch.compiler.is_compiling():
         # A compiler looks through the cache, and warns that it does.
@@ -94,8 +97,8 @@ def vocabulary_of_group(
 ) -> Vocabulary:
     """Describe a vocabulary of *size* classes that is cut evenly over *group*.
 
-    Without a size the shards are taken to be even. With one, this rank's *local_size* must be what the shard rule
-    gives.
+    Without a size the shards are taken to be even. With one, this rank's *local_size* must be what
+    the shard rule gives.
     """
     if group is None or group.size() == 1:
         if size is not None and size != local_size:
