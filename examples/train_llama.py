@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hp_dtensor import CommDebugMode, Replicate, Shard, clip_grad_norm_
+from hp_dtensor import CommDebugMode, DTensor, Replicate, Shard, clip_grad_norm_
 from hp_loss import loss_parallel
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_tp import (
@@ -191,6 +191,7 @@ def train_on_mesh(
                 norms.append(float(clip_grad_norm_(model.parameters(), MAX_NORM)))
                 optimizer.step()
                 optimizer.zero_grad()
+            assert isinstance(loss, DTensor)  # the loss of logits that are distributed
             mean = loss.full_tensor().detach()
             dist.all_reduce(mean, group=data.get_group())
             losses.append(mean.item() / data.size())
