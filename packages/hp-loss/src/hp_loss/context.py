@@ -62,8 +62,8 @@ def loss_parallel(*, mesh: DeviceMesh | None = None, strict: bool = True) -> Ite
     Args:
         mesh: the mesh that the logits must be on, or one of its axes' meshes; any if None.
         strict: refuse distributed logits that no mesh axis shards over the classes, and Partial
-            ones: a plan that was meant to shard the head and didn't is found here. With False
-            they are computed all the same, Partial ones after a reduction and a warning.
+            logits, since a plan that was meant to shard the head and did not is found here. With
+            False they are computed all the same, Partial logits after a reduction and a warning.
 
     Raises:
         LossLayoutError: (a `ValueError`) from `cross_entropy`, for logits on another mesh, or by
