@@ -130,6 +130,22 @@ def test_grad_placements_say_how_replicas_add_up() -> None:
 
 
 @spmd(world_size=2)
+def test_a_leaf_keeps_a_gradient_of_its_own_layout() -> None:
+    """Whatever layout the backward ends in, .grad is laid out like the tensor, replicated where that is Partial."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, w = torch.randn(4, 6), torch.randn(6, 5)
+    ref = [t.clone().requires_grad_() for t in (x, w)]
+    (ref[0] @ ref[1]).square().sum().backward()
+    for px, pw in itertools.product([R, Shard(0), Shard(1), Partial()], repeat=2):
+        leaves = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in ((x, px), (w, pw))]
+        (leaves[0] @ leaves[1]).square().sum().backward()
+        for leaf, want, placement in zip(leaves, ref, (px, pw), strict=True):
+            assert isinstance(leaf.grad, DTensor)
+            assert leaf.grad.placements == ((R,) if placement.is_partial() else (placement,))
+            _close(leaf.grad, want.grad, rtol=1e-4, atol=1e-4)
+
+
+@spmd(world_size=2)
 def test_double_backward_equals_the_single_device() -> None:
     """The second derivative through redistribute, to_local and from_local is right."""
     mesh = init_device_mesh("cpu", (2,))
@@ -212,6 +228,10 @@ def test_addends_meet_plain_numbers_and_replicas_once() -> None:
         total = distribute_tensor(x, mesh, [Shard(0)]).sum()
         assert total.is_partial()
         _close(f(total), f(x.sum()))
+    total = distribute_tensor(x, mesh, [Shard(0)]).sum()
+    total.add_(10).sub_(3.0)
+    assert total.is_partial()
+    _close(total, x.sum() + 7)
     total = distribute_tensor(x, mesh, [Shard(0)]).sum()
     _close(total + distribute_tensor(one, mesh, [R]), x.sum() + 1)
 

@@ -30,6 +30,8 @@ KEPT = [
     (aten.lerp.Tensor, (X, X, X), X, [(P, P, R)]),
     (aten.addcmul.default, (X, X, X), X, [(P, P, R), (P, R, P)]),
     (aten.addcdiv_.default, (X, X, X), X, [(P, P, R)]),
+    (aten.add.Tensor, (X, 2.0), X, [(P,)]),
+    (aten.sub_.Scalar, (X, 2), X, [(P,)]),
     (aten.clone.default, (X,), X, [(P,)]),
     (aten._to_copy.default, (X,), WIDE, [(P,)]),
     (aten.copy_.default, (X, X), X, [(P, P)]),
@@ -38,8 +40,6 @@ KEPT = [
     (aten.zero_.default, (X,), X, [(P,)]),
 ]
 NEVER = [
-    (aten.add.Tensor, (X, 2.0), X),
-    (aten.add.Scalar, (X, 2.0), X),
     (aten.add.Tensor, (I, X), X),
     (aten.mul.Tensor, (B, B), B),
     (aten.div.Tensor, (I, I), X),

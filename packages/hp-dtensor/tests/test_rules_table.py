@@ -171,7 +171,8 @@ def written_pairs() -> Iterable[Sample]:
 
 
 @samples(
-    *("add.Scalar", "mul.Scalar", "div.Scalar", "pow.Tensor_Scalar", "rsub.Scalar"),
+    *("add.Scalar", "sub.Scalar", "sub_.Scalar", "mul.Scalar", "div.Scalar"),
+    *("pow.Tensor_Scalar", "rsub.Scalar"),
     *("eq_.Scalar", "ne_.Scalar", "ge_.Scalar", "gt_.Scalar", "le_.Scalar", "lt_.Scalar"),
     *("copysign_.Scalar", "floor_divide.Scalar", "floor_divide_.Scalar", "add_.Scalar"),
 )

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from hp_mesh.collectives import broadcast
+from hp_mesh.collectives import all_gather, broadcast, wait
 
 from hp_dtensor import shards
 from hp_dtensor._autograd import global_shape
@@ -38,15 +37,32 @@ class Piece:
     requires_grad: bool
 
 
-def _table(mine: Piece, mesh: DeviceMesh) -> dict[Shape, Piece]:
+_DTYPES = sorted(
+    (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
+)
+_MOST_DIMS = 64
+"""The most dims that a tensor of torch can have."""
+
+
+def _encoded(piece: Piece, device: torch.device) -> Tensor:
+    """*piece* as numbers: torch's exchange of objects would need numpy, which is no dependency of ours."""
+    head = [len(piece.shape), _DTYPES.index(piece.dtype), int(piece.requires_grad)]
+    padding = [0] * (_MOST_DIMS - len(piece.shape))
+    return torch.tensor([[*head, *piece.shape, *padding]], dtype=torch.int64, device=device)
+
+
+def _decoded(row: list[int]) -> Piece:
+    ndim, dtype, requires_grad, *sizes = row
+    return Piece(tuple(sizes[:ndim]), _DTYPES[dtype], bool(requires_grad))
+
+
+def _table(mine: Piece, mesh: DeviceMesh, device: torch.device) -> dict[Shape, Piece]:
     """Every rank's piece by mesh coordinate, the same on all ranks: one exchange along each axis, inner axes first."""
-    pieces = [mine]
+    rows = _encoded(mine, device)
     for axis in reversed(range(mesh.ndim)):
-        if mesh.size(axis) == 1:
-            continue
-        rows: list[list[Piece]] = [[] for _ in range(mesh.size(axis))]
-        dist.all_gather_object(rows, pieces, group=mesh.get_group(axis))
-        pieces = [piece for row in rows for piece in row]
+        if mesh.size(axis) > 1:
+            rows = wait(all_gather(rows, mesh.get_group(axis)))
+    pieces = [_decoded(row) for row in rows.tolist()]
     return dict(zip(itertools.product(*map(range, mesh.shape)), pieces, strict=True))
 
 
@@ -93,7 +109,8 @@ def check_all_ranks(
         LayoutError: the same on every rank, naming the first coordinate that does not fit.
     """
     mine = Piece(tuple(local.shape), local.dtype, local.requires_grad)
-    table = _table(mine, mesh)
+    device = torch.device(mesh.device_type) if local.is_meta else local.device
+    table = _table(mine, mesh, device)
     first_where, first = next(iter(table.items()))
     for where, piece in table.items():
         if (len(piece.shape), piece.dtype, piece.requires_grad) != (

@@ -10,8 +10,9 @@ An independent class with adapters was measured too; it needed conversions at ea
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from hp_mesh import DeviceMesh, get_current_mesh
@@ -29,7 +30,7 @@ from hp_dtensor.checks import check_from_local
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.layout import PlacementsLike, resolve
-from hp_dtensor.placements import REPLICATE, Partial, Placement
+from hp_dtensor.placements import REPLICATE, Partial, Placement, gradient_placements
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
 if TYPE_CHECKING:
@@ -151,14 +152,21 @@ class DTensor(TorchDTensor):
         out.requires_grad_(self.requires_grad)
         if self.grad is not None:
             out.grad = copy.deepcopy(self.grad, memo)
-        for name, value in self.__dict__.items():
-            out.__dict__[name] = value
+        out.__dict__.update(self._state())
         memo[id(self)] = out
         return cast("DTensor", out)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        state = {name: value for name, value in self.__dict__.items() if not name.startswith("__")}
-        return rebuild, (self._local_tensor.detach(), self._own.torch, self.requires_grad, state)
+        return rebuild, (
+            self._local_tensor.detach(),
+            self._own.torch,
+            self.requires_grad,
+            self._state(),
+        )
+
+    def _state(self) -> dict[str, object]:
+        """The attributes that were set on this tensor, which a copy takes over."""
+        return {name: value for name, value in self.__dict__.items() if name != _SETTLED}
 
     # ----------------------------------------------------------------------------------------------------------------
     # What it is
@@ -346,6 +354,18 @@ class DTensor(TorchDTensor):
     # Members that would read the local storage, or nothing
     # ----------------------------------------------------------------------------------------------------------------
 
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Record operators on this tensor, or stop; returns the tensor.
+
+        What is then kept in ``.grad`` is laid out like the tensor (replicated where it is Partial), whatever layout the
+        last operator of the backward left it in.
+        """
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and _SETTLED not in self.__dict__:
+            settle = _Settle(weakref.ref(self))
+            self.__dict__[_SETTLED] = self.register_hook(settle)  # type: ignore[no-untyped-call]  # torch declares it untyped
+        return self
+
     def tolist(self) -> Any:  # noqa: ANN401  # nested lists as deep as the tensor
         """The whole tensor as nested lists, on every rank."""
         return self.full_tensor().tolist()
@@ -374,6 +394,27 @@ class DTensor(TorchDTensor):
         _set_data,
         doc="The tensor without its history; setting it replaces values *and* layout.",
     )
+
+
+_SETTLED = "__settled__"
+"""Where a leaf keeps the handle of the hook that lays out its gradient; not copied or pickled with it."""
+
+
+class _Settle:
+    """Lays out the gradient of a leaf as the contract says. Holds no tensor alive."""
+
+    def __init__(self, leaf: weakref.ref[DTensor]) -> None:
+        self.leaf = leaf
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        leaf, spec = self.leaf(), spec_of(grad)
+        if leaf is None or spec is None:
+            return None
+        own = leaf._own
+        wanted = gradient_placements(own.placements)
+        if spec.placements == wanted or spec.mesh != own.mesh:
+            return None
+        return _autograd.redistribute(DTensor, grad, own.mesh, wanted)
 
 
 def _own_of(tensor: DTensor) -> DTensorSpec:

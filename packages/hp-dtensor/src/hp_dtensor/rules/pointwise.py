@@ -4,7 +4,8 @@ The idea: torch tags these operators, so one rule answers for all of them; what 
 them is only in which arguments they are linear, and that is the table below.
 
 The rule: a Partial stays one only where the operator is linear in it. ``P + P`` is linear in both
-arguments together, ``P * R`` in each alone; ``P + 1`` and ``relu(P)`` are not linear. An addend
+arguments together, ``P * R`` in each alone; ``relu(P)`` is not linear, and in ``P + 1`` the number is
+added on one coordinate. An addend
 that is replicated may be turned into a Partial (kept on one coordinate) at no cost, which is why
 ``P + R`` needs no line of its own. Results are never Partial where the dtype changes to or from
 an integer, since overflow and truncation do not commute with the sum.
@@ -262,21 +263,49 @@ def _fill(call: OpCall) -> Iterator[Strategy]:
             yield Strategy((partial,) * len(call.outputs), (partial, *extra))
 
 
-def _fill_local(local: LocalCall) -> Callable[..., object]:
-    """Write the value on one coordinate of each axis that sums, and zero on the others."""
-    counts = all(
+def _counts(local: LocalCall) -> bool:
+    """Whether this coordinate is the one whose addend takes what is there once."""
+    return all(
         coordinate == 0
         for placement, coordinate in zip(local.input_placements[0], local.coordinate, strict=True)
         if isinstance(placement, Partial) and placement.reduce_op == "sum"
     )
+
+
+def _fill_local(local: LocalCall) -> Callable[..., object]:
+    """Write the value on one coordinate of each axis that sums, and zero on the others."""
     op = local.call.op
-    if counts:
+    if _counts(local):
         return op
 
     def zero(tensor: torch.Tensor, *_value: object) -> torch.Tensor:
         return tensor.zero_() if is_in_place(local.call) else torch.zeros_like(tensor)
 
     return zero
+
+
+# --- adding a number --------------------------------------------------------------------------
+
+
+def _plus_number(call: OpCall) -> Iterator[Strategy]:
+    """A number may be added to a sum that is still to be taken, once; to an average, everywhere."""
+    yield from elementwise(call)
+    if len(call.tensors) == 1 and call.tensors[0].dtype == call.output.dtype:
+        for kind in ("sum", "avg"):
+            if kind in partial_kinds(call.output.dtype):
+                yield uniform(call, Partial(kind))
+
+
+def _number_once(local: LocalCall) -> Callable[..., object]:
+    """Add the number on one coordinate of each axis that sums, and zero of its type on the others."""
+    op = local.call.op
+    if len(local.call.tensors) > 1 or _counts(local):
+        return op
+
+    def none(tensor: torch.Tensor, number: complex, *rest: object, **named: object) -> object:
+        return op(tensor, type(number)(0), *rest, **named)
+
+    return none
 
 
 # --- the table --------------------------------------------------------------------------------
@@ -333,3 +362,13 @@ register_rule(aten_ops("minimum", "min.other", "min.out"), _extreme("min"))
 register_rule(aten_ops("neg.default", "neg_.default", "neg.out"), _negate, linear=_linear)
 register_rule(aten_ops("fill_", "zero_", "fill", "zero"), _fill, local=_fill_local)
 register_rule(aten_ops(*_UNTAGGED), elementwise, linear=_linear)
+register_rule(
+    aten_ops(
+        *("add.Scalar", "add_.Scalar", "sub.Scalar", "sub_.Scalar", "rsub.Scalar"),
+        # Python's operators pass their number here.
+        *("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"),
+    ),
+    _plus_number,
+    linear=_linear,
+    local=_number_once,
+)
