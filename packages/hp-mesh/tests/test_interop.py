@@ -190,6 +190,7 @@ def test_a_tensor_on_a_part_of_the_world() -> None:
 @spmd(world_size=4)
 def test_distributed_checkpoints_save_and_load() -> None:
     """A DCP checkpoint of a model on our mesh loads into another layout of it."""
+    pytest.importorskip("numpy", reason="torch exchanges objects through numpy")
     import tempfile
 
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

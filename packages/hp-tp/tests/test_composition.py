@@ -244,6 +244,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 @spmd(world_size=4, timeout=180)
 def test_checkpoints_load_in_any_layout() -> None:
     """Saved at dp=2, tp=2: loads at tp=4, at dp=4 and whole, bit for bit."""
+    pytest.importorskip("numpy", reason="torch exchanges objects through numpy")
     mesh = start(2, 2)
     source = Decoder()
     model = copy.deepcopy(source)
