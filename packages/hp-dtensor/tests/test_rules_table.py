@@ -911,6 +911,7 @@ def gather() -> Iterable[Sample]:
         s(A, 0, ints((7, 4))[0]),
         s(BOOL, 1, index),
         s(SCALAR, 0, torch.tensor(0)),
+        s(ROW, 0, torch.zeros(2, 0, dtype=torch.int64)),
     ]
 
 

@@ -31,12 +31,23 @@ SUM = Partial("sum")
 
 
 def _sizes(call: OpCall, first: int) -> tuple[TensorMeta, TensorMeta, bool, int]:
-    """Return (input, weight, transposed, groups); the input is the argument at *first*."""
+    """Return (input, weight, transposed, groups); the input is the argument at *first*.
+
+    The number of groups is that of what earlier axes left over, so it is told by the shapes.
+    """
     source, weight = call.arg(first), call.arg(first + 1)
     assert isinstance(source, TensorMeta)
     assert isinstance(weight, TensorMeta)
-    transposed, groups = call.arg(first + 6), call.arg(first + 8)
-    return source, weight, bool(transposed), groups if isinstance(groups, int) else 1
+    transposed = bool(call.arg(first + 6))
+    result = call.tensors[0] if first else call.output
+    wide = result if transposed else source
+    groups = _groups(wide.shape, weight.shape) if _batched(source, weight) else 1
+    return source, weight, transposed, groups
+
+
+def _groups(shape: tuple[int, ...], weight: tuple[int, ...]) -> int:
+    """A weight has the channels of one group in its second dim, its image those of all."""
+    return shape[1] // weight[1] if weight[1] else 1
 
 
 def _batched(source: TensorMeta, weight: TensorMeta) -> bool:
@@ -103,9 +114,8 @@ def _groups_local(first: int) -> Callable[[LocalCall], Callable[..., object]]:
         if not _batched(source, weight):
             return call.op
         held, held_weight = local.input_local_shapes[first : first + 2]
-        scaled = groups
-        if groups > 1 and held[1] != source.shape[1]:
-            scaled = groups * held[1] // source.shape[1]
+        result = local.input_local_shapes[0] if first else local.output_local_shapes[0] or ()
+        scaled = _groups(result if transposed else held, held_weight) if groups > 1 else 1
         channels = held_weight[1] * scaled if transposed else held_weight[0]
         op = call.op
 

@@ -75,7 +75,8 @@ def _gather(call: OpCall) -> Iterator[Strategy]:
     """``gather(self, dim, index)``: the result has the shape of the index."""
     dim = _dim(call)
     yield from _aligned(call, [1], dim, results=1)
-    yield from _picked_from_pieces(call, dim)
+    if len(call.tensors[1].shape) == len(call.tensors[0].shape):
+        yield from _picked_from_pieces(call, dim)
 
 
 def _aligned(
