@@ -390,6 +390,31 @@ def test_data_and_copy_write_values_and_layout() -> None:
     d.data = distribute_tensor(3 * x, mesh, [Shard(1)])
     assert d.placements == (Shard(1),)
     _close(d, 3 * x)
+    d.requires_grad_()
+    d.data = distribute_tensor(x, mesh, [R])
+    (d * distribute_tensor(x, mesh, [Shard(0)])).sum().backward()
+    assert isinstance(d.grad, DTensor)
+    assert d.grad.placements == (R,)
+    _close(d.grad, x)
+
+
+@spmd(world_size=2)
+def test_a_module_moves_and_is_emptied_with_its_parameters_kept() -> None:
+    """module.to and to_empty exchange the tensors behind parameter objects, and gradients go on being laid out."""
+    mesh = init_device_mesh("cpu", (2,))
+    net = torch.nn.Linear(4, 6, bias=False)
+    net.weight = torch.nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [R]))
+    kept = net.weight
+    net.to(torch.float64)
+    assert net.weight is kept
+    x = torch.randn(2, 4, dtype=torch.float64)
+    net(distribute_tensor(x, mesh, [Shard(0)])).sum().backward()
+    assert isinstance(net.weight.grad, DTensor)
+    assert net.weight.grad.placements == (R,)
+    _close(net.weight.grad, x.sum(0).expand(6, 4))
+    net.weight.grad = None
+    net.to("meta").to_empty(device="cpu")
+    assert net.weight.to_local().shape == (6, 4)
 
 
 @spmd(world_size=3)

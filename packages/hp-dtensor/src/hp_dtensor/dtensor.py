@@ -10,7 +10,6 @@ An independent class with adapters was measured too; it needed conversions at ea
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -362,9 +361,12 @@ class DTensor(TorchDTensor):
         """
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and _SETTLED not in self.__dict__:
-            settle = _Settle(weakref.ref(self))
-            self.__dict__[_SETTLED] = self.register_hook(settle)  # type: ignore[no-untyped-call]  # torch declares it untyped
+            self._settle_gradients()
         return self
+
+    def _settle_gradients(self) -> None:
+        settle = _Settle(self._own)
+        self.__dict__[_SETTLED] = self.register_hook(settle)  # type: ignore[no-untyped-call]  # torch declares it untyped
 
     def tolist(self) -> Any:  # noqa: ANN401  # nested lists as deep as the tensor
         """The whole tensor as nested lists, on every rank."""
@@ -388,6 +390,10 @@ class DTensor(TorchDTensor):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a C descriptor
         self._local_tensor = value._local_tensor  # type: ignore[attr-defined]  # every DTensor has one
         self._own = spec
+        settled = self.__dict__.get(_SETTLED)
+        if settled is not None:
+            settled.remove()
+            self._settle_gradients()
 
     data = property(
         _get_data,
@@ -401,20 +407,20 @@ _SETTLED = "__settled__"
 
 
 class _Settle:
-    """Lays out the gradient of a leaf as the contract says. Holds no tensor alive."""
+    """Lays out the gradient of a leaf as the contract says.
 
-    def __init__(self, leaf: weakref.ref[DTensor]) -> None:
-        self.leaf = leaf
+    It knows the leaf's layout and not the leaf, not even weakly: torch refuses to swap tensors that somebody refers to so.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.mesh = spec.mesh
+        self.wanted = gradient_placements(spec.placements)
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        leaf, spec = self.leaf(), spec_of(grad)
-        if leaf is None or spec is None:
+        spec = spec_of(grad)
+        if spec is None or spec.placements == self.wanted or spec.mesh != self.mesh:
             return None
-        own = leaf._own
-        wanted = gradient_placements(own.placements)
-        if spec.placements == wanted or spec.mesh != own.mesh:
-            return None
-        return _autograd.redistribute(DTensor, grad, own.mesh, wanted)
+        return _autograd.redistribute(DTensor, grad, self.mesh, self.wanted)
 
 
 def _own_of(tensor: DTensor) -> DTensorSpec:
