@@ -183,3 +183,62 @@ def test_a_frozen_and_a_trained_argument_get_the_right_gradients() -> None:
     assert isinstance(b.grad, DTensor)
     assert a.grad is None
     torch.testing.assert_close(_whole(b.grad), ref.grad)
+
+
+@spmd(world_size=6)
+def test_every_rank_decides_alike_where_axes_leave_different_sizes() -> None:
+    """A dim that the first axis cuts unevenly leaves the second axis different sizes; no rank goes another way."""
+    mesh = init_device_mesh("cpu", (3, 2))
+    x = torch.arange(10.0).reshape(5, 2)
+    for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(0), R], [R, Shard(0)]):
+        d = distribute_tensor(x, mesh, placements)
+        for f in (
+            lambda t: t.reshape(10),
+            lambda t: t.reshape(2, 5),
+            lambda t: t.t().reshape(5, 2),
+        ):
+            torch.testing.assert_close(_whole(f(d)), f(x))
+
+
+@spmd(world_size=4)
+def test_a_tensor_never_holds_two_kinds_of_addends() -> None:
+    """Reductions of different kinds over the two axes of a mesh combine the first before the second."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.randn(4, 6)
+    d = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    torch.testing.assert_close(_whole(d.amax(1).sum(0)), x.amax(1).sum(0))
+    torch.testing.assert_close(_whole(d.sum(1).amax(0)), x.sum(1).amax(0))
+    torch.testing.assert_close(_whole(d.amin(0).amax(0)), x.amin(0).amax(0))
+
+
+@spmd(world_size=2)
+def test_softmax_and_norms_over_a_cut_dim_keep_it_cut() -> None:
+    """A few numbers for each row travel instead of the tensor; forward and backward are right."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(3, 7)
+    for f in (lambda t: t.softmax(-1), lambda t: t.log_softmax(-1)):
+        d, ref = (
+            distribute_tensor(x, mesh, [Shard(1)]).requires_grad_(),
+            x.clone().requires_grad_(),
+        )
+        with CommDebugMode() as comm:
+            out = f(d)
+        assert comm.get_total_bytes() < x.numel() * 4 / 2  # a few numbers a row, not the rows
+        assert out.placements == (Shard(1),)
+        torch.testing.assert_close(_whole(out), f(ref))
+        out.square().sum().backward()
+        f(ref).square().sum().backward()
+        torch.testing.assert_close(_whole(d.grad), ref.grad)
+
+
+@spmd(world_size=2)
+def test_batch_norm_keeps_its_running_statistics() -> None:
+    """Training on a cut batch updates the statistics on every rank as on one device."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(6, 4)
+    mean, var = torch.zeros(4), torch.ones(4)
+    means, variances = (distribute_tensor(t, mesh, [R]) for t in (mean, var))
+    out = F.batch_norm(distribute_tensor(x, mesh, [Shard(0)]), means, variances, training=True)
+    torch.testing.assert_close(_whole(out), F.batch_norm(x, mean, var, training=True))
+    torch.testing.assert_close(_whole(means), mean)
+    torch.testing.assert_close(_whole(variances), var)

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from hp_dtensor import shards
 from hp_dtensor._torch import (
+    Partial,
     Placement,
     TorchDTensor,
     decompose,
@@ -41,7 +43,16 @@ from hp_dtensor.errors import (
 )
 from hp_dtensor.placements import REPLICATE, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
-from hp_dtensor.rules import LocalCall, OpCall, OpRule, Strategy, TensorMeta, find_rule
+from hp_dtensor.rules import (
+    LocalCall,
+    OpCall,
+    OpRule,
+    Strategy,
+    TensorMeta,
+    common_strategies,
+    find_rule,
+)
+from hp_dtensor.rules.composed import compose
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
 
 if TYPE_CHECKING:
@@ -348,19 +359,57 @@ def move_cost(source: Placement, target: Placement, meta: TensorMeta, size: int)
     return _LATENCY + (share if target.is_replicate() else share / size)
 
 
-def _shrunk(meta: TensorMeta, placement: Placement | None, size: int) -> TensorMeta:
-    """*meta* as seen by the axes after one of *size* ranks that lays it out as *placement*."""
+Metas = tuple[TensorMeta | None, ...]
+"""Metadata of all arguments and results of a call, in this order."""
+
+
+def _shrunk(
+    meta: TensorMeta | None, placement: Placement | None, size: int, coordinate: int
+) -> TensorMeta | None:
+    """*meta* as the axes after one of *size* ranks see it on *coordinate*, laid out as *placement*."""
     dim = None if placement is None else shard_dim(placement)
-    if dim is None or size == 1:
+    if meta is None or placement is None or dim is None or size == 1:
         return meta
-    shape = list(meta.shape)
-    shape[dim] = -(-shape[dim] // size)
-    return TensorMeta(tuple(shape), contiguous_stride(tuple(shape)), meta.dtype)
+    shape = shards.local_shape(meta.shape, (size,), (coordinate,), (placement,))
+    return TensorMeta(shape, contiguous_stride(shape), meta.dtype)
+
+
+def _variants(
+    left: Sequence[Metas], placements: Sequence[Placement | None], size: int
+) -> list[Metas]:
+    """What the axes after one of *size* ranks see: one entry for each set of shapes that occurs, the largest first.
+
+    There is one if the sizes divide; a strategy of the next axis must hold for all.
+    """
+    found: dict[Metas, None] = {}
+    for metas in left:
+        for coordinate in range(size):
+            found[
+                tuple(
+                    _shrunk(meta, place, size, coordinate)
+                    for meta, place in zip(metas, placements, strict=True)
+                )
+            ] = None
+    return list(found)
 
 
 def meta_of(spec: Spec) -> TensorMeta:
     """What a rule may know of the whole tensor that *spec* describes."""
     return TensorMeta(tuple(spec.shape), spec.stride, spec.dtype)
+
+
+def _mixes(before: Sequence[Sequence[Placement] | None], now: Sequence[Placement | None]) -> bool:
+    """Whether a tensor laid out as *before* on earlier axes would hold a second kind of addends with *now*.
+
+    The order in which two kinds are combined changes the value, so no layout has both.
+    """
+    return any(
+        isinstance(placement, Partial)
+        and any(
+            isinstance(p, Partial) and p.reduce_op != placement.reduce_op for p in earlier or ()
+        )
+        for earlier, placement in zip(before, now, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +435,8 @@ def choose(
         InPlaceError: when no strategy leaves the tensors at *written* laid out as they are.
     """
     mesh = specs[0].mesh
-    metas = [meta_of(spec) for spec in specs]
-    results = list(outputs)
+    count = len(specs)
+    left: list[Metas] = [(*(meta_of(spec) for spec in specs), *outputs)]
     inputs: list[list[Placement]] = [[] for _ in specs]
     chosen: list[list[Placement] | None] = [None if meta is None else [] for meta in outputs]
     everywhere = Strategy(
@@ -395,12 +444,20 @@ def choose(
         inputs=(REPLICATE,) * len(specs),
     )
     for axis, size in enumerate(mesh.shape):
-        filled, named = _with_tensors(args, kwargs, metas)
         present = tuple(spec.placements[axis] for spec in specs)
-        call = OpCall(op, tuple(filled), named, tuple(results), size, present)
+        calls = []
+        for variant in left:
+            filled, named = _with_tensors(args, kwargs, variant[:count])
+            calls.append(OpCall(op, tuple(filled), named, variant[count:], size, present))
+        metas = cast("tuple[TensorMeta, ...]", left[0][:count])
         best, price = everywhere, math.inf
-        for strategy in (*(rule.strategies(call) if rule is not None else ()), everywhere):
+        for strategy in (
+            *(common_strategies(rule, calls) if rule is not None else ()),
+            everywhere,
+        ):
             if any(strategy.inputs[i] != specs[i].placements[axis] for i in written):
+                continue
+            if _mixes(inputs, strategy.inputs) or _mixes(chosen, strategy.outputs):
                 continue
             cost = 0.0
             for spec, target, meta in zip(specs, strategy.inputs, metas, strict=True):
@@ -419,12 +476,11 @@ def choose(
             raise InPlaceError(msg)
         for i, target in enumerate(best.inputs):
             inputs[i].append(target)
-            metas[i] = _shrunk(metas[i], target, size)
         for i, made in enumerate(best.outputs):
             laid_out = chosen[i]
             if laid_out is not None and made is not None:
                 laid_out.append(made)
-                results[i] = _shrunk(cast("TensorMeta", results[i]), made, size)
+        left = _variants(left, (*best.inputs, *best.outputs), size)
     return Choice(
         tuple(map(tuple, inputs)), tuple(None if c is None else tuple(c) for c in chosen)
     )
@@ -459,13 +515,15 @@ class Signature:
 
 
 _signatures: dict[OpOverload, Signature] = {}
+_WRITES_UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
+"""Arguments that an operator writes to although its schema does not say so: the running mean and variance."""
 
 
 def signature(op: OpOverload) -> Signature:
     """The aliasing facts of *op*."""
     found = _signatures.get(op)
     if found is None:
-        written, names, view = [], [], False
+        written, names, view = list(_WRITES_UNDECLARED.get(op, ())), [], False
         for position, argument in enumerate(schema_of(op).arguments):
             alias = argument.alias_info
             if alias is not None and alias.is_write:
@@ -687,12 +745,32 @@ def dispatch_by_rule(
         result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
     except NotImplementedError:
         return _run_replicated(cls, op, args, kwargs, found, specs)
+    composed = _compose(op, args, kwargs, specs, result)
+    if composed is not None:
+        return composed(*args, **kwargs)
     if rule is None:
         _warn_replicated(op, specs)
     plan = _make_plan(op, rule, args, kwargs, specs, result)
     if found.cacheable:
         _remember(key, plan)
     return _run(cls, op, plan, args, kwargs, found.tensors)
+
+
+def _compose(
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    specs: Sequence[Spec],
+    result: object,
+) -> Callable[..., object] | None:
+    """The operator in terms of smaller ones, where the dims that it needs whole are cut."""
+    filled, named = _with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
+    outputs = tuple(_meta_of(value) for value in _flat(result))
+    cut = [
+        [place for place, size in zip(spec.placements, spec.mesh.shape, strict=True) if size > 1]
+        for spec in specs
+    ]
+    return compose(OpCall(op, tuple(filled), named, outputs, 1), cut)
 
 
 def local_on(op: OpOverload, tensor: Tensor, source: Spec, target: Spec) -> Tensor:
