@@ -334,6 +334,13 @@ def test_from_group_checks_what_it_is_given() -> None:
         DeviceMesh.from_group(world, "cpu", [1, 0])
 
 
+def test_the_registry_travels_by_its_name() -> None:
+    """What refers to the registry may be sent to another process, which has its own."""
+    import pickle
+
+    assert pickle.loads(pickle.dumps(registry)) is registry
+
+
 @spmd(world_size=2)
 def test_pickling_carries_no_groups() -> None:
     """A mesh read by another process finds that process's groups."""

@@ -89,6 +89,10 @@ class GroupRegistry:
         self._heeded: dict[str, str] = {}
         self._listeners: list[Callable[[], None]] = []
 
+    def __reduce__(self) -> str:
+        """Pickle the registry by its name: another process has its own."""
+        return "registry"
+
     def on_new_world(self, forget: Callable[[], None]) -> None:
         """Call *forget* whenever the world that groups were made in is gone."""
         self._listeners.append(forget)
