@@ -105,8 +105,9 @@ def import_cost(rounds: int) -> tuple[float, list[str]]:
     return min(float(answer[0]) for answer in answers), answers[0][1:]
 
 
-def main(*, quick: bool) -> None:
-    """Measure and print."""
+def main(*, quick: bool, check: bool) -> None:
+    """Measure and print; with *check*, end with an error where a target is missed."""
+    missed: list[str] = []
     warnings.simplefilter("ignore")
     shape = (4, 8, 4) if quick else (16, 64, 16)
     rounds = 3 if quick else 7
@@ -122,6 +123,8 @@ def main(*, quick: bool) -> None:
             ours.append(seconds(what, hp_mesh.init_device_mesh, shape))
         ratio = statistics.median(ours) / statistics.median(theirs)
         print(f"  {what.__name__:18} {ratio:7.3f}")
+        if what in {build, views} and ratio > 0.5:
+            missed.append(f"{what.__name__} takes more than half of torch's time")
     huge = (8, 16, 8) if quick else (64, 128, 16)
     took, peak = large(huge)
     print(
@@ -130,9 +133,17 @@ def main(*, quick: bool) -> None:
     added, heavy = import_cost(1 if quick else 5)
     print(f"import hp_mesh adds {added:.0f} ms to import torch; heavy imports: {heavy or 'none'}")
     dist.destroy_process_group()
+    if took > 1 or peak > 200:
+        missed.append("131,072 ranks: more than a second or 200 MB")
+    if added > 50 or heavy:
+        missed.append("the import: more than 50 ms, or something heavy")
+    if check and missed:
+        raise SystemExit("; ".join(missed))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="seconds; what the tests run")
-    main(quick=parser.parse_args().quick)
+    parser.add_argument("--check", action="store_true", help="fail where a target is missed")
+    arguments = parser.parse_args()
+    main(quick=arguments.quick, check=arguments.check)

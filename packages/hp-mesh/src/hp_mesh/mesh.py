@@ -31,7 +31,6 @@ import torch.distributed as dist
 from . import _torch, arguments, axes
 from .axes import Axis, RankMap
 from .current import pop, push
-from .drawing import describe, draw, draw_svg
 from .errors import (
     AxisError,
     AxisRequiredError,
@@ -467,14 +466,20 @@ class DeviceMesh(_torch.TorchMesh):
             >>> mesh.describe().splitlines()[0]
             "DeviceMesh((tp=2), 'cpu', stride=(1,))"
         """
+        from .drawing import describe
+
         return describe(self)
 
     def draw(self) -> str:
         """Return the grid of ranks as text, with this process's rank in brackets."""
+        from .drawing import draw
+
         return draw(self)
 
     def draw_svg(self) -> str:
         """Return the grid of ranks as an SVG image."""
+        from .drawing import draw_svg
+
         return draw_svg(self)
 
     def abort(self) -> None:
