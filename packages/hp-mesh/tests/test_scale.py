@@ -51,7 +51,7 @@ import hp_mesh
 new = set(sys.modules) - before
 print(*sorted(new - {name for name in new if name.split(".")[0] == "hp_mesh"}))
 print(*[name for name in ("sympy", "torch.distributed.tensor") if name in sys.modules])
-print(*[name for name in ("parallel_dims", "drawing", "collectives") if f"hp_mesh.{name}" in new])
+print(*[name for name in ("backends", "parallel_dims", "drawing", "collectives") if f"hp_mesh.{name}" in new])
 hp_mesh.ParallelDims, hp_mesh.unflatten_mesh
 print("ParallelDims" in dir(hp_mesh), hasattr(hp_mesh, "no_such_name"))
 """

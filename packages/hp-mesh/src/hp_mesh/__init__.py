@@ -4,14 +4,14 @@
 backends can do, `parallel_dims` the degrees of a training job, `drawing` pictures of the rank grid,
 `collectives` communication on plain tensors, `testing` ranks for tests.
 
-What only some programs ask for, `parallel_dims` and `drawing`, is imported when it is first asked for:
-where Python may not keep compiled files, compiling these modules would be a third of the import.
+What only some programs ask for (`backends`, `parallel_dims`, `drawing`) is imported when it is first
+asked for: where Python may not keep compiled files, these modules would be half of the import.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .backends import Capability, Collective, Reduction, Support, get_capability
 from .current import get_current_mesh
 from .errors import (
     AxisError,
@@ -28,6 +28,7 @@ from .groups import GroupConfig
 from .mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
+    from .backends import Capability, Collective, Reduction, Support, get_capability
     from .parallel_dims import ParallelDims, SeqLenDivisor, unflatten_mesh
 
 __all__ = [
@@ -55,16 +56,24 @@ __all__ = [
     "unflatten_mesh",
 ]
 
-_LATE = frozenset({"ParallelDims", "SeqLenDivisor", "unflatten_mesh"})
+_LATE = {
+    "Capability": "backends",
+    "Collective": "backends",
+    "ParallelDims": "parallel_dims",
+    "Reduction": "backends",
+    "SeqLenDivisor": "parallel_dims",
+    "Support": "backends",
+    "get_capability": "backends",
+    "unflatten_mesh": "parallel_dims",
+}
+"""Public names that are imported when they are first asked for, and the modules they come from."""
 
 
 def __getattr__(name: str) -> object:
-    """Import `parallel_dims` when one of its names is first asked for."""
+    """Import the module of a late name."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import parallel_dims
-
-    value: object = getattr(parallel_dims, name)
+    value: object = getattr(import_module(f".{_LATE[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from .backends import DEVICE_TYPES
 from .errors import AxisError, BackendError, MeshError, MeshTypeError
 from .groups import GroupConfig
 
 if TYPE_CHECKING:
     from ._torch import Options
+
+DEVICE_TYPES = frozenset({"cpu", "cuda", "npu", "xpu"})
+"""Device types that need no extension of torch to be named in a mesh."""
 
 BackendChoice: TypeAlias = "str | Options | tuple[str, Options] | None"
 """A backend name, its options, or both."""

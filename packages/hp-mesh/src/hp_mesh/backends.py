@@ -302,9 +302,6 @@ FAKE = Capability(
 
 _OURS = {capability.name: capability for capability in (GLOO, NCCL, HCCL, FAKE)}
 
-DEVICE_TYPES = frozenset({"cpu", "cuda", "npu", "xpu"})
-"""Device types that need no extension of torch to be named in a mesh."""
-
 
 def registered() -> tuple[str, ...]:
     """Return the backends that installed packages describe; loads none of these packages."""

@@ -8,8 +8,12 @@ General layout, bottom up: ``errors``; ``substitution`` (another forward for a m
 
 from hp_tp._version import __version__
 from hp_tp.attention import KVHeadParallel, MultiheadAttentionParallel
+from hp_tp.context_attention import context_parallel_attention
+from hp_tp.context_shards import SequenceCut, join_sequence, sequence_positions, split_sequence
 from hp_tp.errors import (
     BoundaryError,
+    ContextParallelError,
+    PipelineError,
     PlanError,
     StyleError,
     UnmatchedKeyError,
@@ -40,6 +44,7 @@ __all__ = [
     "BoundaryError",
     "CollectiveRow",
     "ColwiseParallel",
+    "ContextParallelError",
     "DecoderNames",
     "KVHeadParallel",
     "Match",
@@ -47,12 +52,14 @@ __all__ = [
     "NoParallel",
     "ParallelPlan",
     "ParallelStyle",
+    "PipelineError",
     "PlanError",
     "PlanReport",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
+    "SequenceCut",
     "SequenceParallel",
     "StateRow",
     "StyleError",
@@ -60,8 +67,12 @@ __all__ = [
     "UnsupportedModuleError",
     "__version__",
     "check_degree",
+    "context_parallel_attention",
+    "join_sequence",
     "llama_plan",
     "match_plan",
     "parallelize_module",
     "plan_report",
+    "sequence_positions",
+    "split_sequence",
 ]

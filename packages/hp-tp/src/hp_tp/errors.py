@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 __all__ = [
     "BoundaryError",
+    "ContextParallelError",
+    "PipelineError",
     "PlanError",
     "StyleError",
     "UnmatchedKeyError",
@@ -58,3 +60,26 @@ class BoundaryError(ValueError):
 
 class UnsupportedModuleError(NotImplementedError):
     """A style was applied to a kind of module that it has no rule for."""
+
+
+class ContextParallelError(ValueError):
+    """A sequence, a mask or an attention that context parallelism cannot cut or compute."""
+
+
+class PipelineError(PlanError):
+    """A model, degrees and options that do not go together.
+
+    Args:
+        violations: every rule that is broken, each with what is legal.
+    """
+
+    violations: Sequence[str]
+    """Every rule that is broken."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        self.violations = tuple(violations)
+        listed = "\n".join(f"  - {violation}" for violation in self.violations)
+        super().__init__(f"The model cannot be parallelised like this:\n{listed}")
+
+    def __reduce__(self) -> tuple[type[PipelineError], tuple[Sequence[str]]]:
+        return PipelineError, (self.violations,)

@@ -7,7 +7,7 @@ them is sent anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from hp_dtensor import Placement, Replicate, distribute_tensor
@@ -20,7 +20,7 @@ from torch import nn
 from hp_tp._torch import buffers_of, parameters_of
 from hp_tp.errors import PlanError
 
-__all__ = ["place", "replicate"]
+__all__ = ["is_placed", "place", "place_state", "replicate"]
 
 
 def place(
@@ -31,21 +31,49 @@ def place(
     Raises:
         PlanError: when a parameter is laid out in another way, or on another mesh.
     """
-    todo: list[tuple[str, nn.Parameter, Placement]] = []
+    todo: list[tuple[str, Placement]] = []
     for name, placement in layouts.items():
         parameter = parameters_of(module).get(name)
-        if parameter is not None and not _is_placed(module, name, parameter, mesh, placement):
-            todo.append((name, parameter, placement))
-    for name, parameter, placement in todo:
-        data = distribute_tensor(parameter.detach(), mesh, (placement,), src_data_rank=source)
+        if parameter is not None and not is_placed(module, name, parameter, mesh, (placement,)):
+            todo.append((name, placement))
+    for name, placement in todo:
+        place_state(module, name, mesh, (placement,), source)
+
+
+def place_state(
+    module: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    source: int | None,
+) -> None:
+    """Lay out one parameter or buffer of *module*, which is not laid out yet."""
+    parameter = parameters_of(module).get(name)
+    if parameter is not None:
+        data = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
         module.register_parameter(name, like_parameter(parameter, data))
+        return
+    buffer = buffers_of(module).get(name)
+    if buffer is not None:
+        buffers_of(module)[name] = distribute_tensor(
+            buffer.detach(), mesh, placements, src_data_rank=source
+        )
 
 
-def _is_placed(
-    module: nn.Module, name: str, tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement
+def is_placed(
+    module: nn.Module,
+    name: str,
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
 ) -> bool:
+    """Whether the state *name* of *module* is laid out so; False for a plain one.
+
+    Raises:
+        PlanError: when it is laid out in another way, or on another mesh.
+    """
     spec = spec_of(tensor)
-    wanted = resolve((placement,), mesh, tensor.ndim)
+    wanted = resolve(placements, mesh, tensor.ndim)
     if spec is None:
         return False
     if spec.mesh == mesh and spec.placements == wanted:
@@ -72,7 +100,5 @@ def replicate(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
             place(child, mesh, {name: Replicate()}, source)
             tied[parameter] = getattr(child, name)
         for name, buffer in list(buffers_of(child).items()):
-            if buffer is not None and not _is_placed(child, name, buffer, mesh, Replicate()):
-                buffers_of(child)[name] = distribute_tensor(
-                    buffer.detach(), mesh, (Replicate(),), src_data_rank=source
-                )
+            if buffer is not None and not is_placed(child, name, buffer, mesh, (Replicate(),)):
+                place_state(child, name, mesh, (Replicate(),), source)

@@ -101,6 +101,7 @@ def parallelize_module(
         )
         return module
     matches = match_plan(module, parallelize_plan, unmatched=unmatched, stacklevel=3)
+    _check(matches, mesh)
     root = module
     for match in matches:
         new = _apply(root, match, mesh, src_data_rank)
@@ -202,6 +203,18 @@ def _nearest(module: nn.Module, keys: Mapping[str, None]) -> dict[str, list[str]
 
 def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _check(matches: list[Match], mesh: DeviceMesh) -> None:
+    """Let each style of ours check its module, and refuse to apply one of them to a module twice."""
+    seen: dict[tuple[int, TorchStyle], str] = {}
+    for match in matches:
+        before = seen.setdefault((id(match.module), type(match.style)), match.key)
+        if before != match.key:
+            message = ""
+            raise PlanError(message)
+        if isinstance(match.style, ParallelStyle):
+            match.style.check(match.module, mesh)
 
 
 def _apply(

@@ -35,6 +35,12 @@ class ParallelStyle(TorchStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Lay out *module* over the one axis of *device_mesh*, in place, and return it (or what stands for it)."""
 
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027  # nothing to check is the default
+        """Refuse a *module* that the style cannot lay out over *device_mesh*; change and send nothing.
+
+        All of a plan is checked before any of it is applied, so that an error leaves the model as it was.
+        """
+
     @final
     def _apply(self, module: nn.Module, device_mesh: TorchMesh) -> nn.Module:
         """Apply under the name that torch calls."""

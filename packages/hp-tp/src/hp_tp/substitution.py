@@ -20,7 +20,7 @@ from torch import nn
 
 from hp_tp.errors import PlanError
 
-__all__ = ["Forward", "Wrapper", "original_class", "substitute", "wrapper_of"]
+__all__ = ["Forward", "Wrapper", "original_class", "restore", "substitute", "wrapper_of"]
 
 Forward: TypeAlias = Callable[..., object]
 """The unbound forward that a wrapper stands in front of: the module is its first argument."""
@@ -79,6 +79,15 @@ def substitute(module: nn.Module, wrapper: Wrapper) -> None:
     if before is None:
         module.__class__ = _parallel_class(type(module))  # type: ignore[arg-type]  # a class has a hash
     module.__dict__[_WRAPPER] = wrapper if before is None else _Stacked(wrapper, before)
+
+
+def restore(module: nn.Module) -> bool:
+    """Give *module* its own class and forward back; return whether it had others."""
+    if wrapper_of(module) is None:
+        return False
+    del module.__dict__[_WRAPPER]
+    module.__class__ = original_class(module)
+    return True
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
