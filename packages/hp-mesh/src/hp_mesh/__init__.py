@@ -8,8 +8,8 @@ What only some programs ask for (`backends`, `parallel_dims`, `drawing`) is impo
 asked for: where Python may not keep compiled files, these modules would be half of the import.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import importlib
+import typing
 
 from ._version import __version__
 from .current import get_current_mesh
@@ -27,7 +27,7 @@ from .errors import (
 from .groups import GroupConfig
 from .mesh import DeviceMesh, init_device_mesh
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from .backends import Capability, Collective, Reduction, Support, get_capability
     from .parallel_dims import ParallelDims, SeqLenDivisor, unflatten_mesh
 
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> object:
     """Import the module of a late name."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_LATE[name]}", __name__), name)
+    value: object = getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,7 @@ class KVHeadParallel(ParallelStyle):
         >>> plan = {"wk": kv, "wv": kv}
     """
 
+    lays_out: ClassVar[bool] = True
     head_dim: int
     num_heads: int
     input_layouts: Placement | None = None
@@ -313,6 +314,7 @@ class MultiheadAttentionParallel(ParallelStyle):
         ... }
     """
 
+    lays_out: ClassVar[bool] = True
     output_layouts: Placement | None = None
     use_local_output: bool = True
 

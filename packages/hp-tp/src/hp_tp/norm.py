@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,7 @@ class SequenceParallel(ParallelStyle):
         >>> plan = {"norm": SequenceParallel(), "dropout": SequenceParallel(use_local_output=True)}
     """
 
+    lays_out: ClassVar[bool] = True
     sequence_dim: int = 1
     input_layouts: Placement | None = None
     use_local_output: bool | None = None

@@ -22,10 +22,14 @@ from typing import Literal, NamedTuple, TypeAlias, Union
 from hp_mesh import DeviceMesh, get_current_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
 from hp_tp._torch import apply_style, children_of, parameters_of
-from hp_tp.errors import UnmatchedKeyError
+from hp_tp.errors import PlanError, UnmatchedKeyError
+from hp_tp.style import ParallelStyle
 
 __all__ = ["Match", "ParallelPlan", "Unmatched", "match_plan", "parallelize_module"]
 
@@ -101,9 +105,8 @@ def parallelize_module(
         )
         return module
     matches = match_plan(module, parallelize_plan, unmatched=unmatched, stacklevel=3)
-    _check(matches, mesh)
     root = module
-    for match in matches:
+    for match in _checked(matches, mesh):
         new = _apply(root, match, mesh, src_data_rank)
         if new is not match.module:
             root = _exchange(root, match.path, new)
@@ -205,16 +208,44 @@ def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _check(matches: list[Match], mesh: DeviceMesh) -> None:
-    """Let each style of ours check its module, and refuse to apply one of them to a module twice."""
-    seen: dict[tuple[int, TorchStyle], str] = {}
+def _checked(matches: list[Match], mesh: DeviceMesh) -> list[Match]:
+    """Let each style of ours look at its module, and refuse two that lay out the same one.
+
+    A module that one key finds in several places is laid out once.
+    """
+    seen: dict[int, list[Match]] = {}
+    kept = []
     for match in matches:
-        before = seen.setdefault((id(match.module), type(match.style)), match.key)
-        if before != match.key:
-            message = ""
-            raise PlanError(message)
+        others = seen.setdefault(id(match.module), [])
+        if any(other.style is match.style and other.key == match.key for other in others):
+            continue
+        for other in others:
+            if _lays_out(other.style) and _lays_out(match.style):
+                raise PlanError(_twice(other, match))
+        others.append(match)
+        kept.append(match)
         if isinstance(match.style, ParallelStyle):
             match.style.check(match.module, mesh)
+    return kept
+
+
+def _lays_out(style: TorchStyle) -> bool:
+    return isinstance(style, (TorchColwise, TorchRowwise, TorchSequence)) or (
+        isinstance(style, ParallelStyle) and style.lays_out
+    )
+
+
+def _twice(first: Match, second: Match) -> str:
+    names = " and ".join(type(match.style).__name__ for match in (first, second))
+    where = (
+        f"{first.path!r}"
+        if first.path == second.path
+        else f"{first.path!r}, also called {second.path!r},"
+    )
+    return (
+        f"module {where} is matched twice, by the keys {first.key!r} and {second.key!r}, and both lay it out ({names}). Change "
+        "one of the patterns so that one key matches it, or drop one of the entries."
+    )
 
 
 def _apply(

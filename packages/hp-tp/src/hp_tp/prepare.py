@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from hp_dtensor import Placement
@@ -396,6 +396,7 @@ class NoParallel(ParallelStyle):
     Other inputs are left alone.
     """
 
+    lays_out: ClassVar[bool] = True
     input_layout: Placement | None = None
     output_layout: Placement | None = None
     desired_input_layout: Placement | None = None

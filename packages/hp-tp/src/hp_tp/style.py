@@ -12,7 +12,7 @@ them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import final
+from typing import ClassVar, final
 
 from hp_mesh import DeviceMesh
 from torch import nn
@@ -31,11 +31,14 @@ class ParallelStyle(TorchStyle):
     src_data_rank: int | None = 0
     """The group rank whose parameter values count; None when each rank cuts its own, and nothing is sent."""
 
+    lays_out: ClassVar[bool] = False
+    """Whether the style decides what a module's parameters become: a module takes one such style."""
+
     @abstractmethod
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Lay out *module* over the one axis of *device_mesh*, in place, and return it (or what stands for it)."""
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # noqa: B027  # nothing to check is the default
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # nothing to check is the default
         """Refuse a *module* that the style cannot lay out over *device_mesh*; change and send nothing.
 
         All of a plan is checked before any of it is applied, so that an error leaves the model as it was.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from hp_dtensor import DTensor, Placement, Shard, StridedShard
@@ -110,6 +110,7 @@ class ColwiseParallel(ParallelStyle):
         True
     """
 
+    lays_out: ClassVar[bool] = True
     input_layouts: Placement | None = None
     output_layouts: Placement | None = None
     use_local_output: bool = True
@@ -194,6 +195,7 @@ class RowwiseParallel(ParallelStyle):
         >>> style = RowwiseParallel(output_layouts=Shard(1), reduce_dtype=torch.float32)
     """
 
+    lays_out: ClassVar[bool] = True
     input_layouts: Placement | None = None
     output_layouts: Placement | None = None
     use_local_output: bool = True
