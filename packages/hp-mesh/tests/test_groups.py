@@ -290,7 +290,9 @@ def test_wrong_group_settings() -> None:
         make(backend_override={0: 3})
     with pytest.raises(ValueError, match=r"one entry per axis \(1\), got 2"):
         make(backend_override=("fake", "fake"))
-    with pytest.raises(ValueError, match=re.escape("has the key 'tp'; legal are 0.")):
+    with pytest.raises(
+        ValueError, match=re.escape("got ['tp'], expected integers in range [0, 1).")
+    ):
         make(backend_override={"tp": "fake"})
 
 
@@ -328,8 +330,15 @@ def test_from_group_checks_what_it_is_given() -> None:
         DeviceMesh.from_group([], "cpu")
     with pytest.raises(ValueError, match="needs mesh= to know how several groups lie"):
         DeviceMesh.from_group([world, world], "cpu")
-    with pytest.raises(ValueError, match="one group per axis: mesh has shape"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid mesh \[\[0, 1\]\] for ProcessGroup with ranks \[0, 1\]: .* one group per axis",
+    ):
         DeviceMesh.from_group(world, "cpu", [[0, 1]])
+    with pytest.raises(
+        ValueError, match=r"got mesh \[0, 1\] and 2 ProcessGroups; .* one group per axis"
+    ):
+        DeviceMesh.from_group([world, world], "cpu", [0, 1])
     with pytest.raises(ValueError, match=r"has ranks \[0, 1\], but the mesh has \[1, 0\]"):
         DeviceMesh.from_group(world, "cpu", [1, 0])
 

@@ -405,13 +405,21 @@ def test_wrong_grids(ranks: object, kind: type[Exception], text: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "kind", "text"),
     [
-        (lambda m: m["ep"], KeyError, "The mesh has no axis 'ep'; it has ('dp', 'tp')."),
-        (lambda m: m["ep"], ValueError, "The mesh has no axis 'ep'; it has ('dp', 'tp')."),
+        (
+            lambda m: m["ep"],
+            KeyError,
+            "Invalid mesh_dim_name: the mesh has no axis 'ep'; it has ('dp', 'tp').",
+        ),
+        (
+            lambda m: m["ep"],
+            ValueError,
+            "Invalid mesh_dim_name: the mesh has no axis 'ep'; it has ('dp', 'tp').",
+        ),
         (
             lambda m: m["tp", "dp"],
             KeyError,
             (
-                "The axes ('tp', 'dp') are not in the mesh's order ('dp', 'tp'). Use mesh['dp', 'tp'], or "
+                "Mesh dim indices should be in ascending order: the axes ('tp', 'dp') are not in the mesh's order ('dp', 'tp'). Use mesh['dp', 'tp'], or "
                 "mesh.permute('tp', 'dp') for the transposed mesh"
             ),
         ),
@@ -442,12 +450,12 @@ def test_wrong_grids(ranks: object, kind: type[Exception], text: str) -> None:
         (
             lambda m: m.unflatten(1, (2, 2), ("a", "b"), {"c": "fake"}),
             ValueError,
-            "backend_override has the key 'c'; legal are 'a', 'b', 0, 1.",
+            "Found invalid keys in backend_override: got ['c'], expected integers in range [0, 2) or one of ('a', 'b').",
         ),
         (
             lambda m: m.unflatten(1, (2, 2), ("a", "b"), {"a": "fake", 0: "fake"}),
             ValueError,
-            "has axis 0 twice, by index and by name",
+            "Found redundant dim index 0 and name a in backend_override; keep one of them.",
         ),
         (lambda m: DeviceMesh.concatenate([]), ValueError, "at least one mesh"),
         (lambda m: DeviceMesh.concatenate([m, m["tp"]]), ValueError, "must be unique"),
@@ -729,7 +737,9 @@ def test_meshes_larger_than_the_world_are_refused_everywhere() -> None:
         lambda: DeviceMesh("cpu", [0, 3]),
         lambda: init_device_mesh("cpu", (2,), rank_list=(0, 3)),
     ):
-        with pytest.raises(MeshError, match="The mesh needs ranks up to 3, but the world has 2"):
+        with pytest.raises(
+            MeshError, match="bigger than default world size 2: it needs ranks up to 3"
+        ):
             make()
     assert registry.records() == before
 
@@ -754,3 +764,22 @@ def test_all_orders_of_names_are_either_right_or_refused() -> None:
             else:
                 with pytest.raises(KeyError, match="not in the mesh's order"):
                     mesh[choice]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: init_device_mesh("cuda:0", (2,)),
+        lambda: on_rank([[0, 1]], ("a",)),
+        lambda: on_rank([[0, 1]], ("a", "a")),
+        lambda: on_rank([0, 0]),
+        lambda: on_rank([[0, 1], [2, 3]], ("dp", "tp"))["tp"].flatten("dp"),
+        lambda: on_rank([0, 1], ("a",)).unflatten(0, (2, 1), ("b",)),
+    ],
+    ids=itertools.count(),
+)
+def test_what_torch_calls_a_runtime_error_is_one_here(make: object) -> None:
+    """Code that catches torch's `RuntimeError` for a mesh that cannot be catches ours, and so does `ValueError`."""
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind):
+            make()  # type: ignore[operator]

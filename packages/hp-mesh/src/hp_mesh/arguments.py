@@ -55,8 +55,9 @@ def check_device_type(device_type: object) -> str:
         return device_type
     if ":" in device_type:
         message = (
-            f"device_type must have no index, got {device_type!r}; a mesh is over the devices of all "
-            f"ranks. Pass {device_type.split(':')[0]!r}."
+            "Device type with index is not supported: device_type must have no index, got "
+            f"{device_type!r}; a mesh is over the devices of all ranks. Pass "
+            f"{device_type.split(':')[0]!r}."
         )
         raise MeshError(message)
     try:
@@ -104,13 +105,15 @@ def check_names(names: object, ndim: int) -> tuple[str, ...] | None:
             raise MeshError(message)
     if len(names) != ndim:
         message = (
-            f"mesh_dim_names must name every axis once: got {len(names)} names {tuple(names)} for "
-            f"{ndim} axes."
+            "mesh_shape and mesh_dim_names should have same length! mesh_dim_names must name every axis "
+            f"once: got {len(names)} names {tuple(names)} for {ndim} axes."
         )
         raise MeshError(message)
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if list(names).count(name) > 1})
-        message = f"mesh_dim_names must be unique, got {twice} more than once in {tuple(names)}."
+        message = (
+            f"Each mesh_dim_name must be unique, got {twice} more than once in {tuple(names)}."
+        )
         raise MeshError(message)
     if "interleaved_parallel" in names[:-1]:
         message = (
@@ -233,11 +236,14 @@ def _per_axis(
     chosen: dict[int, object] = {}
     for key, value in given.items():
         if key not in legal:
-            message = f"{what} has the key {key!r}; legal are {_listed(legal)}."
+            message = (
+                f"Found invalid keys in {what}: got {[k for k in given if k not in legal]}, expected integers "
+                f"in range [0, {ndim}){f' or one of {names}' if names else ''}."
+            )
             raise AxisError(message, asked=key, legal=legal)
         axis = names.index(key) if isinstance(key, str) and names else int(key)
         if axis in chosen:
-            message = f"{what} has axis {axis} twice, by index and by name; keep one of them."
+            message = f"Found redundant dim index {axis} and name {(names or ())[axis]} in {what}; keep one of them."
             raise AxisError(message, asked=key, legal=legal)
         chosen[axis] = value
     return chosen

@@ -24,8 +24,12 @@ __all__ = [
 ]
 
 
-class MeshError(ValueError):
-    """A mesh, or a question to one, that cannot be."""
+class MeshError(ValueError, RuntimeError):
+    """A mesh, or a question to one, that cannot be.
+
+    A `ValueError`, as such a mistake is in Python, and a `RuntimeError`, as PyTorch raises for most of them: code written
+    for either keeps working.
+    """
 
     def __str__(self) -> str:
         """Return the message as it was written (`KeyError` would quote it)."""
@@ -60,15 +64,15 @@ def _rebuild_axis_error(
     return kind(message, asked=asked, legal=legal)
 
 
-class UnnamedMeshError(MeshError, RuntimeError):
+class UnnamedMeshError(MeshError):
     """A question by axis name to a mesh whose axes have no names."""
 
 
-class AxisRequiredError(MeshError, RuntimeError):
+class AxisRequiredError(MeshError):
     """A question about one axis, to a mesh of several, that names none."""
 
 
-class NoGroupError(MeshError, RuntimeError):
+class NoGroupError(MeshError):
     """A process group was asked of a mesh that has none on this rank."""
 
 
@@ -76,7 +80,7 @@ class BackendError(MeshError, NotImplementedError):
     """A device type or a communication that no backend at hand offers."""
 
 
-class GroupError(MeshError, RuntimeError):
+class GroupError(MeshError):
     """A process group could not be made: a member died, or asked for another group."""
 
     def __init__(

@@ -671,7 +671,8 @@ class DeviceMesh(_torch.TorchMesh):
         if self.ndim > 1:
             message = (
                 f"{what}() needs mesh_dim on a mesh of {self.ndim} axes {self._described()}; "
-                f"pass one of {self._mesh_dim_names or tuple(range(self.ndim))}."
+                f"pass one of {self._mesh_dim_names or tuple(range(self.ndim))}. "
+                "(Optional kwarg `mesh_dim` needs to be specified when device_mesh.ndim > 1.)"
             )
             raise AxisRequiredError(message)
         return 0
@@ -732,7 +733,7 @@ class DeviceMesh(_torch.TorchMesh):
         names = arguments.read_names(mesh_dim_names)
         if self._mesh_dim_names is None:
             message = (
-                "Cannot slice a mesh without axis names; give it mesh_dim_names when it is made."
+                "Cannot slice a DeviceMesh without mesh_dim_names! Name its axes when it is made."
             )
             raise UnnamedMeshError(message)
         if names == self._mesh_dim_names:
@@ -752,7 +753,7 @@ class DeviceMesh(_torch.TorchMesh):
         if isinstance(flattened, DeviceMesh):
             return flattened._axes[0], flattened._configs[0]
         legal = (*own, *self._flatten_mapping)
-        message = f"The mesh has no axis {name!r}; it has {legal}."
+        message = f"Invalid mesh_dim_name: the mesh has no axis {name!r}; it has {legal}."
         elsewhere = self._family.root._flatten_mapping
         if name in elsewhere:
             message += f" {name!r} is a flattened mesh of the root: use mesh.root_mesh[{name!r}]."
@@ -777,9 +778,9 @@ class DeviceMesh(_torch.TorchMesh):
             ordered = tuple(name for name in own if name in names)
             wanted = f"mesh{list(ordered)}" if len(ordered) == len(names) else "that order"
             message = (
-                f"The axes {names} are not in the mesh's order {own}. Use {wanted}, or "
-                f"mesh.permute{names} for the transposed mesh, in which coordinates are swapped and "
-                "groups are the same."
+                f"Mesh dim indices should be in ascending order: the axes {names} are not in the mesh's order "
+                f"{own}. Use {wanted}, or mesh.permute{names} for the transposed mesh, in which "
+                "coordinates are swapped and groups are the same."
             )
             raise AxisError(message, asked=names, legal=own)
 
@@ -1062,9 +1063,13 @@ class DeviceMesh(_torch.TorchMesh):
         else:
             shape, ranks = arguments.read_grid(mesh)
         if len(shape) != len(groups):
+            grid = torch.tensor(ranks).view(shape).tolist()
             message = (
-                f"from_group() needs one group per axis: mesh has shape {shape}, got {len(groups)} "
-                "groups."
+                f"Invalid mesh {grid} for ProcessGroup with ranks {list(listed[0])}: from_group() needs one "
+                f"group per axis, and the mesh has {len(shape)}."
+                if len(groups) == 1
+                else "Expects mesh with ndim equal to number of ProcessGroups but got mesh "
+                f"{grid} and {len(groups)} ProcessGroups; from_group() needs one group per axis."
             )
             raise MeshError(message)
         names = arguments.check_names(mesh_dim_names, len(shape))
@@ -1319,8 +1324,8 @@ def start_world(device_type: str, needed: int, configs: Sequence[GroupConfig]) -
         dist.init_process_group(timeout=max(timeouts) if timeouts else None)
     if needed > dist.get_world_size():
         message = (
-            f"The mesh needs ranks up to {needed - 1}, but the world has {dist.get_world_size()} "
-            "ranks. Make the mesh smaller, or start more processes (torchrun --nproc-per-node)."
+            f"Mesh should not be bigger than default world size {dist.get_world_size()}: it needs ranks up to "
+            f"{needed - 1}. Make the mesh smaller, or start more processes (torchrun --nproc-per-node)."
         )
         raise MeshError(message)
     _torch.select_device(device_type)
