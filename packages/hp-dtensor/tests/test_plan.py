@@ -88,12 +88,6 @@ def test_a_sample_of_pairs_never_sends_more_than_the_optimum() -> None:
     _never_above_the_optimum(3, 41)
 
 
-@pytest.mark.slow
-def test_no_pair_ever_sends_more_than_the_optimum() -> None:
-    """All 15,625 pairs."""
-    _never_above_the_optimum(0, 1)
-
-
 _TABLE: list[tuple[tuple[int, ...], Placements, Placements, list[str], int]] = [
     ((4,), (Shard(0),), (Shard(0),), [], 0),
     ((4,), (Shard(0),), (_R,), ["all_gather"], 3 * 16 * 4),

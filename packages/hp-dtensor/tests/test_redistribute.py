@@ -1,4 +1,4 @@
-"""Redistribution of plain local tensors against gather-then-slice on whole tensors."""
+"""Redistribution of plain local tensors against gather-then-slice; every pair of layouts is in ``test_every_pair``."""
 
 from __future__ import annotations
 
@@ -155,70 +155,6 @@ def _combined_along(addend: Tensor, mesh: DeviceMesh, target: Placements) -> Ten
             )
             value = value / mesh.shape[axis] if op == "avg" else value
     return value.to(dtype)
-
-
-def _sweep(
-    mesh_shape: tuple[int, ...],
-    shapes: list[tuple[int, ...]],
-    layouts: list[Placements],
-    part: int,
-    parts: int,
-) -> list[str]:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    failures: list[str] = []
-    for number, (source, target) in enumerate(itertools.product(layouts, layouts)):
-        if number % parts == part:
-            for shape in shapes:
-                failure = _check(mesh, shape, source, target)
-                if failure:
-                    failures.append(failure)
-    return failures
-
-
-_SHAPES: list[tuple[int, ...]] = [(8, 8), (7, 5), (3, 1), (0, 4)]
-_STRIDED_2D: list[Placements] = [
-    (StridedShard(0, split_factor=4), Shard(0)),
-    (StridedShard(1, split_factor=4), Shard(1)),
-    (Shard(0), StridedShard(0, split_factor=2)),
-    (StridedShard(0, split_factor=3), Replicate()),
-    (Replicate(), StridedShard(1, split_factor=2)),
-]
-_LAYOUTS_2D = [
-    *itertools.product([_R, Shard(0), Shard(1), Partial()], repeat=2),
-    *_STRIDED_2D,
-]
-
-
-@spmd(world_size=8, timeout=280)
-def test_every_pair_on_2x4_equals_gather_then_slice() -> None:
-    """All placements and strided orders, even, uneven, fewer rows than ranks, no rows."""
-    failures = _sweep((2, 4), _SHAPES, _LAYOUTS_2D, 0, 1)
-    assert not failures, "\n".join(failures[:20])
-
-
-_LAYOUTS_3D: list[Placements] = [
-    *itertools.product([_R, Shard(0), Shard(1), Shard(2), Partial()], repeat=3),
-    (StridedShard(0, split_factor=2), Shard(0), _R),
-    (StridedShard(0, split_factor=4), StridedShard(0, split_factor=2), Shard(0)),
-    (StridedShard(0, split_factor=2), Shard(1), Shard(0)),
-    (Shard(1), StridedShard(1, split_factor=2), Partial()),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(16))
-@spmd(world_size=8, timeout=290)
-def test_every_pair_on_2x2x2_equals_gather_then_slice(part: int) -> None:
-    """All placements and strided orders, even and uneven with dims shorter than the mesh."""
-    failures = _sweep((2, 2, 2), [(8, 8, 8), (5, 3, 1)], _LAYOUTS_3D, part, 16)
-    assert not failures, "\n".join(failures[:20])
-
-
-@spmd(world_size=8)
-def test_a_sample_of_pairs_on_2x2x2() -> None:
-    """The quick suite's share of the exhaustive sweep."""
-    failures = _sweep((2, 2, 2), [(5, 4, 3)], _LAYOUTS_3D, 5, 67)
-    assert not failures, "\n".join(failures[:20])
 
 
 @pytest.mark.parametrize("op", _REDUCTIONS)
