@@ -8,8 +8,19 @@ General layout, bottom up: ``errors``; ``substitution`` (another forward for a m
 
 from hp_tp._version import __version__
 from hp_tp.attention import KVHeadParallel, MultiheadAttentionParallel
-from hp_tp.context_attention import context_parallel_attention
-from hp_tp.context_shards import SequenceCut, join_sequence, sequence_positions, split_sequence
+from hp_tp.context_attention import (
+    context_parallel_attention,
+)
+from hp_tp.context_parallel import (
+    ContextParallel,
+    ContextParallelInput,
+)
+from hp_tp.context_shards import (
+    SequenceCut,
+    join_sequence,
+    sequence_positions,
+    split_sequence,
+)
 from hp_tp.errors import (
     BoundaryError,
     ContextParallelError,
@@ -18,6 +29,13 @@ from hp_tp.errors import (
     StyleError,
     UnmatchedKeyError,
     UnsupportedModuleError,
+)
+from hp_tp.experts import (
+    AllToAllDispatcher,
+    ExpertParallel,
+    ExpertTensorParallel,
+    TensorParallel,
+    TokenDispatcher,
 )
 from hp_tp.norm import SequenceParallel
 from hp_tp.plan import Match, ParallelPlan, match_plan, parallelize_module
@@ -41,11 +59,16 @@ from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
 __all__ = [
     "HUGGING_FACE_NAMES",
     "LLAMA_NAMES",
+    "AllToAllDispatcher",
     "BoundaryError",
     "CollectiveRow",
     "ColwiseParallel",
+    "ContextParallel",
     "ContextParallelError",
+    "ContextParallelInput",
     "DecoderNames",
+    "ExpertParallel",
+    "ExpertTensorParallel",
     "KVHeadParallel",
     "Match",
     "MultiheadAttentionParallel",
@@ -63,6 +86,8 @@ __all__ = [
     "SequenceParallel",
     "StateRow",
     "StyleError",
+    "TensorParallel",
+    "TokenDispatcher",
     "UnmatchedKeyError",
     "UnsupportedModuleError",
     "__version__",
