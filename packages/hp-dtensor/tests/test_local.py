@@ -147,3 +147,13 @@ def test_local_map_checks_what_comes_in_and_goes_out() -> None:
         return t.sum()
 
     assert _whole(total(d)).item() == 16
+
+
+@spmd(world_size=2)
+def test_gradients_of_two_exits_add_up() -> None:
+    """The first exit brings an expanded gradient, which the second is added to in place."""
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)]).requires_grad_()
+    leaf.to_local().sum().backward()
+    _whole(leaf).sum().backward()
+    torch.testing.assert_close(_whole(leaf.grad), torch.full((3, 2), 2.0))

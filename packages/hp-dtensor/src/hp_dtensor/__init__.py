@@ -23,6 +23,7 @@ from hp_dtensor.errors import (
     NoRuleError,
     RedistributeError,
 )
+from hp_dtensor.layout import Layout
 from hp_dtensor.local import local_map, redistribute_local, to_local
 from hp_dtensor.norms import clip_grad_norm_, get_total_norm
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
@@ -42,6 +43,7 @@ __all__ = [
     "DTensorSpec",
     "ImplicitCommunicationError",
     "InPlaceError",
+    "Layout",
     "LayoutError",
     "MixedTensorError",
     "NoRuleError",

@@ -84,6 +84,7 @@ class _ToLocal(torch.autograd.Function):
         ctx: FunctionCtx, tensor: Tensor, cls: type, grad_placements: Placements | None
     ) -> Tensor:
         ctx.cls, ctx.source, ctx.grad_placements = cls, _spec(tensor), grad_placements  # type: ignore[attr-defined]  # torch leaves these open
+        ctx.leaf = tensor.is_leaf  # type: ignore[attr-defined]  # as above
         ctx.set_materialize_grads(False)
         local = cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
         return local.view_as(local)
@@ -96,8 +97,13 @@ class _ToLocal(torch.autograd.Function):
         source: Spec = ctx.source  # type: ignore[attr-defined]  # set in forward
         wanted = gradient_placements(source.placements)
         held = ctx.grad_placements or wanted  # type: ignore[attr-defined]  # set in forward
+        if 0 in grad.stride():
+            # What sum() sends back has one number for all entries; a leaf would keep it as it is and add to it in place.
+            grad = grad.contiguous()
         out = from_local(ctx.cls, grad, source.mesh, held, source.shape, source.stride, None)  # type: ignore[attr-defined]  # set in forward
-        if held != wanted:
+        # What a leaf keeps is laid out like it. Elsewhere addends stay addends: a move that came before this one scatters
+        # their sum, and combining them here would send every element twice.
+        if held != wanted and ctx.leaf:  # type: ignore[attr-defined]  # set in forward
             out = redistribute(ctx.cls, out, source.mesh, wanted)  # type: ignore[attr-defined]  # set in forward
         return out, None, None
 

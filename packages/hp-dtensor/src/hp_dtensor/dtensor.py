@@ -28,7 +28,7 @@ from hp_dtensor._torch import (
 from hp_dtensor.checks import check_from_local
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
-from hp_dtensor.layout import PlacementsLike, resolve
+from hp_dtensor.layout import Layout, PlacementsLike, resolve
 from hp_dtensor.placements import REPLICATE, Partial, Placement, gradient_placements
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
@@ -187,6 +187,11 @@ class DTensor(TorchDTensor):
         return self._own
 
     @property
+    def layout(self) -> Layout:  # type: ignore[override]  # equal to the torch.strided that a plain tensor has
+        """Mesh, placements and tensor map as HyperParallel's value; equal to ``torch.strided``, which plain tensors have."""
+        return Layout.from_spec(self._own)
+
+    @property
     def local_shape(self) -> torch.Size:
         """The shape of this rank's piece."""
         return self._local_tensor.shape
@@ -218,7 +223,7 @@ class DTensor(TorchDTensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        grad_placements: Sequence[Placement] | None = None,
+        grad_placements: PlacementsLike | None = None,
     ) -> DTensor:
         """The distributed tensor whose piece on this rank is *local_tensor*; differentiable, and without communication.
 
@@ -265,7 +270,7 @@ class DTensor(TorchDTensor):
             "DTensor", _autograd.from_local(DTensor, local, mesh, resolved, whole, steps, grad)
         )
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    def to_local(self, *, grad_placements: PlacementsLike | None = None) -> Tensor:
         """This rank's piece as a plain tensor; differentiable.
 
         Args:
@@ -333,7 +338,7 @@ class DTensor(TorchDTensor):
             ),
         )
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    def full_tensor(self, *, grad_placements: PlacementsLike | None = None) -> Tensor:
         """The whole tensor, plain, on every rank of the mesh; differentiable, with whatever collectives it takes.
 
         Args:

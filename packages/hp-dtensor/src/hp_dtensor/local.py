@@ -17,7 +17,7 @@ from hp_dtensor import _autograd
 from hp_dtensor._torch import TorchDTensor, tree_flatten, tree_unflatten
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import LayoutError
-from hp_dtensor.layout import PlacementsLike, resolve
+from hp_dtensor.layout import Layout, PlacementsLike, resolve
 from hp_dtensor.placements import Placement, gradient_placements
 from hp_dtensor.spec import spec_of
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-OutPlacements: TypeAlias = Sequence[Placement] | tuple[Sequence[Placement] | None, ...] | None
+OutPlacements: TypeAlias = PlacementsLike | tuple[PlacementsLike | None, ...] | None
 """One layout, or one for each output; None for an output that is no tensor, or stays local."""
 
 
-def to_local(tensor: Tensor, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+def to_local(tensor: Tensor, *, grad_placements: PlacementsLike | None = None) -> Tensor:
     """This rank's piece of a distributed tensor of ours or of torch's; a plain tensor comes back as it is.
 
     Unlike torch's method it gives a gradient that our dispatch understands, whichever class the tensor has: FSDP2 rebuilds
@@ -44,7 +44,8 @@ def to_local(tensor: Tensor, *, grad_placements: Sequence[Placement] | None = No
         return tensor
     if torch.compiler.is_dynamo_compiling():
         # A method call is put into the graph as it is; what is inside runs when the graph is lowered.
-        return tensor.to_local(grad_placements=grad_placements)
+        asked = cast("Sequence[Placement] | None", grad_placements)
+        return tensor.to_local(grad_placements=asked)
     spec = spec_of(tensor)
     grad = (
         None
@@ -57,11 +58,11 @@ def to_local(tensor: Tensor, *, grad_placements: Sequence[Placement] | None = No
 def redistribute_local(
     local: Tensor,
     mesh: DeviceMesh,
-    source: Sequence[Placement],
-    target: Sequence[Placement],
+    source: PlacementsLike,
+    target: PlacementsLike,
     *,
     shape: Sequence[int] | None = None,
-    grad_placements: Sequence[Placement] | None = None,
+    grad_placements: PlacementsLike | None = None,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
@@ -106,19 +107,19 @@ def redistribute_local(
     )
 
 
-def _per_output(
-    out_placements: OutPlacements, count: int
-) -> tuple[Sequence[Placement] | None, ...]:
+def _per_output(out_placements: OutPlacements, count: int) -> tuple[PlacementsLike | None, ...]:
     """One layout for each of *count* outputs."""
     if out_placements is None:
         return (None,) * count
     several = isinstance(out_placements, tuple) and all(
-        entry is None or (isinstance(entry, Sequence) and not isinstance(entry, str))
+        entry is None
+        or isinstance(entry, Layout)
+        or (isinstance(entry, Sequence) and not isinstance(entry, str))
         for entry in out_placements
     )
     if not several:
-        return (cast("Sequence[Placement]", out_placements),) * count
-    given = cast("tuple[Sequence[Placement] | None, ...]", out_placements)
+        return (cast("PlacementsLike", out_placements),) * count
+    given = cast("tuple[PlacementsLike | None, ...]", out_placements)
     if len(given) != count:
         msg = f"the function returned {count} values, but out_placements has {len(given)} entries: {out_placements}"
         raise LayoutError(msg)
@@ -128,8 +129,8 @@ def _per_output(
 def _enter(
     tensor: DTensor,
     position: int,
-    placements: Sequence[Placement] | None,
-    grads: Sequence[Placement] | None,
+    placements: PlacementsLike | None,
+    grads: PlacementsLike | None,
     mesh: DeviceMesh,
     *,
     redistribute_inputs: bool,
@@ -174,8 +175,8 @@ def _whole_shape(
 def local_map(
     func: Callable[P, object] | None = None,
     out_placements: OutPlacements = None,
-    in_placements: tuple[Sequence[Placement] | None, ...] | None = None,
-    in_grad_placements: tuple[Sequence[Placement] | None, ...] | None = None,
+    in_placements: tuple[PlacementsLike | None, ...] | None = None,
+    in_grad_placements: tuple[PlacementsLike | None, ...] | None = None,
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
