@@ -91,7 +91,7 @@ def parallelize_module(
         ...     return parallelize_module(model, mesh["tp"], plan)
     """
     mesh = get_current_mesh() if device_mesh is None else DeviceMesh.from_torch(device_mesh)
-    if mesh.ndim != 1:
+    if mesh.ndim != 1 and not _takes_axes(parallelize_plan, mesh.ndim):
         names = mesh.mesh_dim_names
         message = (
             f"parallelize_module takes a mesh of one axis, and this one has {mesh.ndim}: {mesh}. Slice it first, for example "
@@ -111,6 +111,13 @@ def parallelize_module(
         if new is not match.module:
             root = _exchange(root, match.path, new)
     return root
+
+
+def _takes_axes(plan: object, count: int) -> bool:
+    """Whether all styles of *plan* are applied on meshes of *count* axes."""
+    if isinstance(plan, Mapping):
+        return bool(plan) and all(_takes_axes(below, count) for below in plan.values())
+    return plan is not None and getattr(plan, "axes", 1) == count
 
 
 def match_plan(
