@@ -269,18 +269,37 @@ def test_in_place_operators_keep_their_layout_or_refuse() -> None:
 
 
 @spmd(world_size=2)
-def test_writing_to_a_copied_slice_is_an_error() -> None:
-    """A slice that had to be gathered is no view, so a write to it is refused rather than lost."""
+def test_writing_to_a_slice_reaches_the_tensor() -> None:
+    """A slice that had to be gathered is no view on this rank; a write to it is sent to where it belongs."""
     mesh = init_device_mesh("cpu", (2,))
     d = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
     whole = torch.ones(8, 4)
+    d[:2].zero_()
     whole[:2] = 0
-    with pytest.raises(InPlaceError, match="would not reach"):
-        d[:2].zero_()
-    _close(d, torch.ones(8, 4))
+    d[5, 1:3] = 7
+    whole[5, 1:3] = 7
+    d[1:6][2].add_(3)
+    whole[1:6][2].add_(3)
+    d.diagonal().fill_(9)
+    whole.diagonal().fill_(9)
+    _close(d, whole)
     e = distribute_tensor(torch.ones(8, 4), mesh, [Shard(1)])
     e[:2].zero_()
-    _close(e, whole)
+    _close(e, torch.cat([torch.zeros(2, 4), torch.ones(6, 4)]))
+
+
+@spmd(world_size=2)
+def test_reshaping_in_place_changes_the_layout_with_the_shape() -> None:
+    """``transpose_`` and its like move the cut to where its dim goes."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 6)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    d.transpose_(0, 1)
+    assert (d.shape, d.placements) == ((6, 4), (Shard(1),))
+    d.unsqueeze_(0)
+    assert (d.shape, d.placements) == ((1, 6, 4), (Shard(2),))
+    d.squeeze_(0).t_()
+    _close(d, x)
 
 
 @spmd(world_size=2)
@@ -429,6 +448,50 @@ def test_a_rank_outside_the_mesh_takes_part_without_data() -> None:
         _close(out, torch.arange(6.0).sum() * 2)
     else:
         assert d.to_local().numel() == 0
+
+
+@spmd(world_size=4)
+def test_the_gradient_of_replicas_is_scattered_as_it_is_summed() -> None:
+    """A shard that was gathered to be used rank by rank gets its gradient by one reduce-scatter."""
+    mesh = init_device_mesh("cpu", (4,))
+    d = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]).requires_grad_()
+    local = d.redistribute(placements=[R]).to_local(grad_placements=[Partial()])
+    with CommDebugMode() as comm:
+        (local * (mesh.get_local_rank() + 1)).sum().backward()
+    assert comm.get_comm_counts() == {torch.ops._c10d_functional.reduce_scatter_tensor: 1}
+    assert d.grad is not None
+    assert d.grad.placements == (Shard(0),)
+    _close(d.grad, torch.full((8, 3), 10.0))
+
+
+@spmd(world_size=3)
+def test_questions_outside_the_mesh_have_answers() -> None:
+    """A rank that holds nothing gets a zero for a scalar, and finds its empty pieces equal."""
+    from hp_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 2])
+    a, b = (DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)]) for _ in range(2))
+    assert a.equal(b)
+    assert a.is_same_size(b)
+    assert not torch.ones(4, 3).is_same_size(a)
+    total = a.sum().to_local()
+    inside = mesh.get_coordinate() is not None
+    assert total.shape == ()
+    assert total.item() == (12.0 if inside else 0.0)
+    parts = [part.to_local().numel() for part in a.split([2, 1], dim=1)]
+    assert parts == ([8, 4] if inside else [0, 0])
+
+
+@spmd(world_size=2)
+def test_as_strided_gives_back_what_is_there() -> None:
+    """Asked for the size and strides it has, a sharded tensor stays where it is; other strides need it whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(24.0).view(6, 4)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    same = d.as_strided(d.size(), d.stride())
+    assert same.placements == (Shard(0),)
+    _close(same, x)
+    _close(d.as_strided((3, 4), (8, 1)), x.as_strided((3, 4), (8, 1)))
 
 
 @spmd(world_size=2)

@@ -49,10 +49,12 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "TorchDTensor",
+    "base_of",
     "decompose",
     "decomposition_of",
     "disable_current_modes",
     "disabled_torch_function",
+    "functional_packet",
     "functional_twin",
     "group_size",
     "local_scalar",
@@ -60,8 +62,10 @@ __all__ = [
     "mask_of",
     "new_dtensor",
     "schema_of",
+    "storage_owners",
     "tree_flatten",
     "tree_unflatten",
+    "update_metadata",
 ]
 
 # The fast constructor of torch's own class: 0.9 us less a wrap than `_make_wrapper_subclass`, and the only one that
@@ -92,6 +96,28 @@ def decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, objec
     ``decompose`` itself is public, the question whether it may be called is not.
     """
     return op.decompose(*args, **kwargs) if op._can_decompose() else NotImplemented
+
+
+def storage_owners(tensor: Tensor) -> int:
+    """How many tensors share the memory of *tensor*, the handle made here included; two for one that is alone.
+
+    The count is public nowhere, and ``is_view`` does not see views made under ``inference_mode``.
+    """
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that *tensor* is a view of, which autograd notes and offers under a private name only."""
+    return tensor._base
+
+
+def update_metadata(op: OpOverload, args: Sequence[object]) -> None:
+    """Let *op*, which changes the shape of its first argument in place, do so to the outside of a tensor subclass.
+
+    The subclass holds no memory of its own; only with its dispatch switched off does the operator reach it.
+    """
+    with torch._C._DisableTorchDispatch():
+        op(*args)
 
 
 def mark_parameter(tensor: Tensor) -> None:
@@ -129,6 +155,17 @@ def functional_twin(op: OpOverload) -> OpOverloadPacket | None:
             "OpOverloadPacket", op._overloadpacket if twin is None else getattr(_functional, twin)
         )
     return None
+
+
+def functional_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
+    """The functional collective that *packet* is called in torch's older namespace; any other packet as it is.
+
+    ``torch.ops.c10d_functional`` is the one that programs written for torch's own mode look up.
+    """
+    namespace, _, name = str(packet).partition(".")
+    if namespace != "c10d_functional":
+        return packet
+    return cast("OpOverloadPacket", getattr(_functional, name, packet))
 
 
 def group_size(args: Sequence[object]) -> int:

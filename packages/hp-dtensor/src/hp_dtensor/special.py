@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from hp_mesh.collectives import all_reduce, wait
 
-from hp_dtensor._torch import TorchDTensor, local_scalar
+from hp_dtensor._torch import TorchDTensor, local_scalar, update_metadata
 from hp_dtensor.dispatch import (
     dispatch_by_rule,
     handles,
@@ -22,9 +22,11 @@ from hp_dtensor.dispatch import (
     local_on,
     refuse_communication,
 )
-from hp_dtensor.errors import MixedTensorError
+from hp_dtensor.errors import InPlaceError, MixedTensorError
 from hp_dtensor.placements import REPLICATE
+from hp_dtensor.rules._registry import aten_ops
 from hp_dtensor.spec import Spec, spec_of
+from hp_dtensor.temporaries import alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +72,8 @@ def _equal(
     target = spec.with_placements(
         tuple(REPLICATE if p.is_partial() else p for p in spec.placements)
     )
-    _inside(op, spec)
+    if spec.mesh.get_coordinate() is None:
+        return True  # of no elements all are equal, as torch.equal says of two empty tensors
     pieces = []
     for tensor in (left, right):
         own = spec_of(tensor)
@@ -104,6 +107,15 @@ def _copy(
         return dispatch_by_rule(cls, op, args, kwargs)
 
 
+@handles(aten.is_same_size.default)
+def _is_same_size(
+    _cls: type, _op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
+) -> bool:
+    """A question about shapes, which a plain tensor may take part in."""
+    left, right = (cast("Tensor", arg) for arg in args)
+    return left.shape == right.shape
+
+
 @handles(aten.is_pinned.default)
 def _is_pinned(
     _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
@@ -117,3 +129,46 @@ def _allclose(
 ) -> bool:
     close = torch.isclose(*cast("tuple[Tensor, Tensor]", args[:2]), *args[2:], **kwargs)  # type: ignore[arg-type]  # tolerances
     return bool(close.all())
+
+
+_RESHAPES = {
+    "squeeze_": ("default", "dim", "dims"),
+    "unsqueeze_": ("default",),
+    "transpose_": ("default",),
+    "t_": ("default",),
+    "swapaxes_": ("default",),
+    "swapdims_": ("default",),
+}
+"""Operators that change the shape of a tensor in place, with their overloads."""
+_TWINS = {"transpose_": "transpose.int"}
+"""What the operator that leaves its argument alone is called, where the name does not tell."""
+
+
+def _reshapes_in_place(name: str, overload: str) -> None:
+    (op,) = aten_ops(f"{name}.{overload}")
+    (twin,) = aten_ops(_TWINS.get(name, f"{name.rstrip('_')}.{overload}"))
+
+    @handles(cast("OpOverload", op))
+    def run(
+        cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
+        target = cast("Tensor", args[0])
+        before = cast("Spec", spec_of(target))
+        made = dispatch_by_rule(cls, cast("OpOverload", twin), args, kwargs)
+        spec = cast("Spec", spec_of(cast("Tensor", made)))
+        if spec.copied_view and not before.copied_view and not alone(args, 0, others=1):
+            msg = (
+                f"{op}: in-place operations that require placement changes are not supported: a tensor of shape "
+                f"{tuple(before.shape)} laid out as {before.placements} has no such view on each rank. Use the "
+                "out-of-place operator, or redistribute the tensor first"
+            )
+            raise InPlaceError(msg)
+        target._local_tensor = made._local_tensor  # type: ignore[attr-defined]  # both are DTensors
+        target._own = spec  # type: ignore[attr-defined]  # as above
+        update_metadata(op, args)
+        return target
+
+
+for _name, _overloads in _RESHAPES.items():
+    for _overload in _overloads:
+        _reshapes_in_place(_name, _overload)
