@@ -21,6 +21,7 @@ from hp_tp.context_shards import (
     sequence_positions,
     split_sequence,
 )
+from hp_tp.declared import DeclaredParallel
 from hp_tp.errors import (
     BoundaryError,
     ContextParallelError,
@@ -36,6 +37,10 @@ from hp_tp.experts import (
     ExpertTensorParallel,
     TensorParallel,
     TokenDispatcher,
+)
+from hp_tp.hugging_face import hugging_face_plan, register_with_transformers
+from hp_tp.linear_attention import (
+    GatedDeltaNetParallel,
 )
 from hp_tp.norm import SequenceParallel
 from hp_tp.plan import Match, ParallelPlan, match_plan, parallelize_module
@@ -53,7 +58,14 @@ from hp_tp.presets import (
     llama_plan,
 )
 from hp_tp.report import CollectiveRow, PlanReport, StateRow, plan_report
-from hp_tp.style import ParallelStyle
+from hp_tp.sharding import (
+    LocalMapConfig,
+    ShardingConfig,
+    SpmdLayout,
+    SpmdType,
+    resolve_placements,
+)
+from hp_tp.style import CombinedParallel, ParallelStyle
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 __all__ = [
@@ -63,13 +75,17 @@ __all__ = [
     "BoundaryError",
     "CollectiveRow",
     "ColwiseParallel",
+    "CombinedParallel",
     "ContextParallel",
     "ContextParallelError",
     "ContextParallelInput",
+    "DeclaredParallel",
     "DecoderNames",
     "ExpertParallel",
     "ExpertTensorParallel",
+    "GatedDeltaNetParallel",
     "KVHeadParallel",
+    "LocalMapConfig",
     "Match",
     "MultiheadAttentionParallel",
     "NoParallel",
@@ -84,6 +100,9 @@ __all__ = [
     "RowwiseParallel",
     "SequenceCut",
     "SequenceParallel",
+    "ShardingConfig",
+    "SpmdLayout",
+    "SpmdType",
     "StateRow",
     "StyleError",
     "TensorParallel",
@@ -93,11 +112,14 @@ __all__ = [
     "__version__",
     "check_degree",
     "context_parallel_attention",
+    "hugging_face_plan",
     "join_sequence",
     "llama_plan",
     "match_plan",
     "parallelize_module",
     "plan_report",
+    "register_with_transformers",
+    "resolve_placements",
     "sequence_positions",
     "split_sequence",
 ]

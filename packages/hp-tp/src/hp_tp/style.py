@@ -11,7 +11,9 @@ them.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from hp_mesh import DeviceMesh
@@ -19,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
-__all__ = ["ParallelStyle"]
+__all__ = ["CombinedParallel", "ParallelStyle"]
 
 
 class ParallelStyle(TorchStyle):
@@ -34,11 +36,16 @@ class ParallelStyle(TorchStyle):
     lays_out: ClassVar[bool] = False
     """Whether the style decides what a module's parameters become: a module takes one such style."""
 
+    axes: ClassVar[int] = 1
+    """How many axes the mesh has that the style is applied on."""
+
     @abstractmethod
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Lay out *module* over the one axis of *device_mesh*, in place, and return it (or what stands for it)."""
 
-    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:  # nothing to check is the default
+    def check(
+        self, module: nn.Module, device_mesh: DeviceMesh
+    ) -> None:  # nothing to check is the default
         """Refuse a *module* that the style cannot lay out over *device_mesh*; change and send nothing.
 
         All of a plan is checked before any of it is applied, so that an error leaves the model as it was.
@@ -57,3 +64,39 @@ class ParallelStyle(TorchStyle):
             )
             raise AttributeError(message)
         super().__setattr__(name, value)
+
+
+@dataclass(kw_only=True, unsafe_hash=True)
+class CombinedParallel(ParallelStyle):
+    """Several styles for one module, the innermost first: a plan has one entry for each path.
+
+    Args:
+        styles: at most one of them lays out the module's own parameters.
+
+    Example:
+        >>> from hp_dtensor import Replicate, Shard
+        >>> from hp_tp import CombinedParallel, PrepareModuleInput, PrepareModuleOutput
+        >>> whole, cut = Replicate(), Shard(1)
+        >>> style = CombinedParallel(
+        ...     styles=(
+        ...         PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
+        ...         PrepareModuleOutput(output_layouts=whole, desired_output_layouts=cut),
+        ...     )
+        ... )
+    """
+
+    lays_out: ClassVar[bool] = True
+    styles: tuple[ParallelStyle, ...]
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Let each of the styles check *module*."""
+        for style in self.styles:
+            style.check(module, device_mesh)
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Apply one after the other."""
+        for style in self.styles:
+            bound = copy.copy(style)
+            bound.src_data_rank = self.src_data_rank
+            module = bound.apply(module, device_mesh)
+        return module

@@ -1,0 +1,126 @@
+"""Plans that models of transformers bring with them: equal to the single device, forward, backward and over steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hp_dtensor import DTensor
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
+from hp_tp import (
+    hugging_face_plan,
+    parallelize_module,
+)
+from torch import nn
+
+transformers: Any = pytest.importorskip("transformers", minversion="5.0")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 34,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """A small model of a family, equal on every rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config: Any
+    if name == "mixtral":
+        config = transformers.MixtralConfig(
+            **COMMON | EXPERTS | {"num_local_experts": 4} | changes
+        )
+    elif name == "qwen3_moe":
+        sizes = {"num_experts": 4, "moe_intermediate_size": 8, "mlp_only_layers": [0]}
+        config = transformers.Qwen3MoeConfig(**COMMON | EXPERTS | sizes | changes)
+    else:
+        config = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[name](
+            **COMMON | changes
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # norms away from one, and weights large enough to matter
+        nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    return model.train()
+
+
+def step(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, Any]:
+    """Logits and the loss of the next token."""
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The whole of *tensor*."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def check_training(name: str, size: int, *, sequence_parallel: bool, **changes: Any) -> None:
+    """Compare logits, loss, every gradient and the parameters after five steps with one device."""
+    reference = build(name, **changes)
+    model: Any = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    plan = hugging_face_plan(model, sequence_parallel=sequence_parallel)
+    parallelize_module(model, mesh, plan)
+    ids = torch.randint(0, 34, (5, 2, 8))
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    ours, right = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    for number, batch in enumerate(ids):
+        logits, loss = step(model, batch, mask if number == 1 else None)
+        expected, expected_loss = step(reference, batch, mask if number == 1 else None)
+        torch.testing.assert_close(whole(logits), expected.detach(), **tolerance)
+        torch.testing.assert_close(whole(loss), expected_loss.detach(), **tolerance)
+        loss.backward()
+        expected_loss.backward()
+        if number < 2:
+            grads = {n: p.grad for n, p in model.named_parameters()}
+            for parameter_name, parameter in reference.named_parameters():
+                grad = grads[parameter_name]
+                assert (grad is None) == (parameter.grad is None), parameter_name
+                if grad is not None and parameter.grad is not None:
+                    torch.testing.assert_close(
+                        whole(grad),
+                        parameter.grad,
+                        **tolerance,
+                        msg=lambda text, n=parameter_name: f"gradient of {n}: {text}",
+                    )
+        for optimizer in (ours, right):
+            optimizer.step()
+            optimizer.zero_grad()
+    rights = dict(reference.named_parameters())
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            whole(parameter),
+            rights[parameter_name].detach(),
+            **tolerance,
+            msg=lambda text, n=parameter_name: f"parameter {n}: {text}",
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_training_equals_one_device(name: str, sequence_parallel: bool, size: int) -> None:
+    """Logits, loss, gradients and five steps of AdamW, with two key-value heads on two and on four ranks."""
+
+    @spmd(world_size=size, timeout=120)
+    def run() -> None:
+        check_training(name, size, sequence_parallel=sequence_parallel)
+
+    run()
