@@ -1,0 +1,275 @@
+"""Linear attention with a gated delta rule, its heads shared out.
+
+Such a layer (Qwen3-Next, Qwen3.5) projects to queries, keys and values in one matrix, runs a short convolution over each of
+their channels, and keeps a state for each value head. Everything between the projections treats heads apart, so that a rank
+computes its value heads and the key heads that they use with the module's own forward, on pieces, and with its sizes set to
+what a rank has.
+
+The packed projection is the hard part: its rows are queries, keys and values, blocks of unequal size, and no shard of the
+whole gives a rank a piece of each. Where the three are equal it is cut block by block. Otherwise its rows lie in contiguous
+shards, as parameters at rest, and are gathered when the layer runs, of which the rank keeps the rows of its heads; the
+gradient is scattered back. That moves the weight once each way, as FSDP does, and leaves checkpoints in the order of the
+single device; copies on every rank would save the gather and cost the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from hp_dtensor import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    redistribute_local,
+    to_local,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from hp_tp._torch import parameters_of
+from hp_tp.boundary import PARTIAL, REPLICATE, move
+from hp_tp.errors import PlanError, UnsupportedModuleError
+from hp_tp.placing import place
+from hp_tp.style import ParallelStyle
+from hp_tp.substitution import substitute
+from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
+
+if TYPE_CHECKING:
+    from hp_mesh import DeviceMesh
+    from torch import Tensor
+
+    from hp_tp.substitution import Forward
+
+__all__ = ["GatedDeltaNetParallel"]
+
+_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+"""The attributes that count heads or channels."""
+
+_PACKED = ("in_proj_qkv", "conv1d")
+_BY_VALUE_HEADS = ("in_proj_z", "in_proj_b", "in_proj_a")
+_OF_HEADS = ("dt_bias", "A_log")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which rows of a packed weight a rank uses."""
+
+    mesh: DeviceMesh
+    blocks: tuple[int, ...]
+    """The sizes of the blocks of the whole weight."""
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Start and length of this rank's piece of each block."""
+        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
+        found, start = [], 0
+        for block in self.blocks:
+            found.append((start + own * (block // ranks), block // ranks))
+            start += block
+        return found
+
+    def layout(self) -> Placement:
+        """How the weight lies at rest."""
+        if self.mesh.size() == 1:
+            return Shard(0)
+        if len(set(self.blocks)) == 1:
+            return StridedShard(0, split_factor=len(self.blocks))
+        return Shard(0)
+
+    def local(self, weight: Tensor) -> Tensor:
+        """This rank's rows of the distributed *weight*, with a gradient laid out like it."""
+        piece = to_local(weight)
+        layout = self.layout()
+        if self.mesh.size() == 1 or isinstance(layout, StridedShard):
+            return piece
+        whole = redistribute_local(
+            piece,
+            self.mesh,
+            (layout,),
+            (Replicate(),),
+            shape=tuple(weight.shape),
+            grad_placements=(Partial(),),
+        )
+        return torch.cat([whole.narrow(0, *piece) for piece in self.pieces()])
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedProjection:
+    """A packed projection that gives this rank's heads: a wrapper of its forward."""
+
+    rows: _Rows
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Tensor:
+        del forward
+        return self._run(module, *args, **kwargs)  # type: ignore[arg-type]  # forward's own arguments
+
+    def _run(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
+        whole = move(
+            input,
+            self.rows.mesh,
+            REPLICATE,
+            REPLICATE,
+            local=True,
+            grad=PARTIAL,
+            where="the input of a packed projection",
+        )
+        bias: Tensor | None = module.bias  # torch declares that there is one
+        own = None if bias is None else self.rows.local(bias)
+        return F.linear(whole, self.rows.local(module.weight), own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """A layer that runs with this rank's heads: a wrapper of its forward."""
+
+    rows: _Rows
+    heads: tuple[str, ...]
+    """Parameters with one entry for each value head."""
+    shared: tuple[str, ...]
+    """Parameters that every head uses."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
+
+        def exchange(owner: nn.Module, name: str, piece: Tensor) -> None:
+            held = parameters_of(owner)
+            before.append((held, name, held[name]))
+            held[name] = cast("nn.Parameter", piece)
+
+        try:
+            for name in self.heads:
+                exchange(module, name, to_local(getattr(module, name)))
+            for path in self.shared:
+                child, _, name = path.rpartition(".")
+                owner = module.get_submodule(child)
+                exchange(owner, name, to_local(getattr(owner, name), grad_placements=(PARTIAL,)))
+            convolution = module.get_submodule("conv1d")
+            for name, parameter in list(parameters_of(convolution).items()):
+                if parameter is not None:
+                    exchange(convolution, name, self.rows.local(parameter))
+            return forward(module, *args, **kwargs)
+        finally:
+            for held, name, parameter in before:
+                held[name] = parameter
+
+
+@dataclass(kw_only=True, unsafe_hash=True)
+class GatedDeltaNetParallel(ParallelStyle):
+    """Share out the heads of a gated delta net: projections, convolution, decay and state.
+
+    The module has Qwen3.5's parts: ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b``, ``in_proj_a``, ``conv1d``, ``dt_bias``,
+    ``A_log``, ``norm`` (over the features of a head) and ``out_proj``, and the sizes ``num_k_heads``, ``num_v_heads``,
+    ``key_dim`` and ``value_dim``.
+
+    Args:
+        output_layouts: what the output is; ``Replicate()`` when None. ``Shard(1)`` scatters the sequence.
+
+    A plain input is whole on every rank; a DTensor is gathered. The output is plain.
+
+    Example:
+        >>> from hp_tp import GatedDeltaNetParallel
+        >>> plan = {"layers.*.linear_attn": GatedDeltaNetParallel()}
+    """
+
+    lays_out: ClassVar[bool] = True
+    output_layouts: Placement | None = None
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Refuse another kind of module, and heads that the number of ranks does not divide.
+
+        Raises:
+            UnsupportedModuleError: when the module lacks one of the parts.
+            PlanError: when key or value heads do not divide, or heads are shared out already.
+        """
+        missing = [
+            name
+            for name in (*_PACKED, *_BY_VALUE_HEADS, *_OF_HEADS, "norm", "out_proj", *_SIZES[:4])
+            if not hasattr(module, name)
+        ]
+        if missing:
+            message = f"GatedDeltaNetParallel is for gated delta nets; this {type(module).__name__} has no {missing}"
+            raise UnsupportedModuleError(message)
+        if isinstance(module.A_log, TorchDTensor):
+            message = f"the heads of this {type(module).__name__} are shared out already; apply the style once"
+            raise PlanError(message)
+        problems = head_problems(
+            device_mesh.size(),
+            key_heads=cast("int", module.num_k_heads),
+            value_heads=cast("int", module.num_v_heads),
+        )
+        if problems:
+            raise PlanError(problems[0])
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Lay out the parameters, and set the sizes to those of a rank."""
+        self.check(module, device_mesh)
+        key, value = cast("int", module.key_dim), cast("int", module.value_dim)
+        rows = _Rows(device_mesh, (key, key, value))
+        packed = rows.layout()
+        for name in _PACKED:
+            layouts: dict[str, Placement] = {"weight": packed, "bias": packed}
+            place(module.get_submodule(name), device_mesh, layouts, self.src_data_rank)
+        substitute(module.get_submodule("in_proj_qkv"), _PackedProjection(rows))
+        for name in _BY_VALUE_HEADS:
+            self._apply_to(ColwiseParallel(), module, name, device_mesh)
+        self._apply_to(
+            RowwiseParallel(output_layouts=self.output_layouts), module, "out_proj", device_mesh
+        )
+        place(module, device_mesh, dict.fromkeys(_OF_HEADS, Shard(0)), self.src_data_rank)
+        norm = module.get_submodule("norm")
+        names = [name for name, _ in norm.named_parameters()]
+        for path in names:
+            child, _, name = path.rpartition(".")
+            owner = norm.get_submodule(child)
+            place(owner, device_mesh, {name: Replicate()}, self.src_data_rank)
+        _set_sizes(module, device_mesh.size())
+        shared = tuple(f"norm.{name}" for name in names)
+        substitute(module, _Heads(rows, _OF_HEADS, shared))
+        return module
+
+    def _apply_to(
+        self, style: ParallelStyle, module: nn.Module, name: str, mesh: DeviceMesh
+    ) -> None:
+        style.src_data_rank = self.src_data_rank
+        style.apply(module.get_submodule(name), mesh)
+
+
+def _set_sizes(module: nn.Module, ranks: int) -> None:
+    """Let the module's forward count what a rank has."""
+    for name in _SIZES:
+        if hasattr(module, name):
+            setattr(module, name, getattr(module, name) // ranks)
+    convolution = module.get_submodule("conv1d")
+    for name in ("in_channels", "out_channels", "groups"):
+        setattr(convolution, name, getattr(convolution, name) // ranks)
+
+
+def head_problems(ranks: int, *, key_heads: int, value_heads: int) -> Sequence[str]:
+    """What keeps *ranks* ranks from sharing out the heads, as sentences."""
+    if not key_heads % ranks and not value_heads % ranks:
+        return []
+    both = min(key_heads, value_heads)
+    legal = [d for d in range(1, both + 1) if not key_heads % d and not value_heads % d]
+    return [
+        (
+            f"{ranks} ranks cannot share out the {key_heads} key heads and {value_heads} value heads of a gated delta net "
+            f"whole; degrees that can: {legal}"
+        )
+    ]
