@@ -242,3 +242,102 @@ def test_batch_norm_keeps_its_running_statistics() -> None:
     torch.testing.assert_close(_whole(out), F.batch_norm(x, mean, var, training=True))
     torch.testing.assert_close(_whole(means), mean)
     torch.testing.assert_close(_whole(variances), var)
+
+
+@spmd(world_size=2)
+def test_a_rule_of_ones_own_comes_first() -> None:
+    """It replaces the composition of smaller operators and the plans that were made before it."""
+    from hp_dtensor.rules import _registry, composed
+
+    op = torch.ops.aten._softmax.default
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 6)
+    d = distribute_tensor(x, mesh, [Shard(1)])
+    assert torch.softmax(d, 1).placements == (Shard(1),)
+    old = _registry._table[op], set(_registry._replaced)
+    assert composed._table[op] is not None
+    try:
+
+        @register_sharding(op)
+        def whole(x: object, dim: int, half_to_float: bool) -> list[object]:
+            return [([Replicate()], [Replicate(), None, None])]
+
+        got = torch.softmax(d, 1)
+        assert got.placements == (Replicate(),)
+        torch.testing.assert_close(got.to_local(), torch.softmax(x, 1))
+    finally:
+        _registry._table[op] = old[0]
+        _registry._replaced.clear()
+        _registry._replaced.update(old[1])
+        clear_caches()
+
+
+@spmd(world_size=2)
+def test_counts_are_found_under_both_names_of_a_collective() -> None:
+    """Programs written for torch's mode look up ``torch.ops.c10d_functional``; what was not started counts as zero."""
+    import torch.distributed._functional_collectives as functional
+
+    mesh = init_device_mesh("cpu", (2,))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    d = distribute_tensor(torch.ones(4, 2), mesh, [Partial()])
+    net.register_forward_pre_hook(
+        lambda _m, _x: (d.redistribute(placements=[Shard(0)]).to_local(),)
+    )
+    with CommDebugMode() as comm:
+        net(torch.ones(1, 2))
+        functional.all_reduce(torch.ones(2), "sum", mesh).wait()
+    old, new = torch.ops.c10d_functional, torch.ops._c10d_functional
+    counts = comm.get_comm_counts()
+    assert counts == {new.reduce_scatter_tensor: 1, new.all_reduce: 1}
+    assert (counts[old.all_reduce], counts[old.broadcast], counts.get(old.broadcast)) == (
+        1,
+        0,
+        None,
+    )
+    assert old.all_reduce in counts
+    assert old.broadcast not in counts
+    assert comm.comm_counts == counts
+    per_module = comm.comm_module_counts
+    assert per_module["Global"]["forward"] == counts
+    assert per_module["Global"]["backward"] == {}
+
+
+@spmd(world_size=2)
+def test_a_rule_of_an_out_form_sees_what_is_written() -> None:
+    """In torch's form the function gets the tensors of ``out=`` too, and lists a placement for each."""
+    from hp_dtensor.rules import _registry
+
+    op = torch.ops.aten.min.dim_min
+    mesh = init_device_mesh("cpu", (2,))
+    replaced = set(_registry._replaced)
+    assert op not in _registry._table
+    seen = []
+    try:
+
+        @register_sharding(op)
+        def _least(
+            x: object,
+            dim: int,
+            keepdim: bool,
+            min: object,  # noqa: A002  # torch's name
+            min_indices: object,
+        ) -> list[object]:
+            seen.append((min.shape, min_indices.dtype))  # type: ignore[attr-defined]
+            return [([Shard(0), Shard(0)], [Shard(0), None, None, Shard(0), Shard(0)])]
+
+        x = torch.randn(4, 6)
+        out = tuple(
+            distribute_tensor(torch.zeros(4, 1, dtype=dtype), mesh, [Shard(0)])
+            for dtype in (torch.float32, torch.int64)
+        )
+        with CommDebugMode() as comm:
+            torch.min(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None), 1, True, out=out)
+        assert comm.get_total_counts() == 0
+        assert seen[0] == ((4, 1), torch.int64)
+        for got, expected in zip(out, torch.min(x, 1, True), strict=True):
+            torch.testing.assert_close(_whole(got), expected)
+    finally:
+        _registry._table.pop(op, None)
+        _registry._replaced.clear()
+        _registry._replaced.update(replaced)
+        clear_caches()

@@ -148,3 +148,43 @@ def test_the_plans_of_a_training_loop_stop_growing() -> None:
         optimizer.step()
         sizes.append(cache_statistics()["plans"])
     assert sizes[3] == sizes[-1]
+
+
+@spmd(world_size=4)
+def test_tensors_of_different_meshes_do_not_meet() -> None:
+    """Each position of the lists has one mesh; pieces of two meshes would be added although they do not fit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    of_x = [distribute_tensor(torch.ones(4, 3), mesh["x"], [Shard(0)]) for _ in range(2)]
+    of_y = [distribute_tensor(torch.ones(4, 3), mesh["y"], [Shard(0)]) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="live on different meshes"):
+        torch._foreach_add(of_x, of_y)
+    mixed = torch._foreach_add([of_x[0], of_y[0]], [of_x[1], of_y[1]])
+    for got, axis in zip(mixed, "xy", strict=True):
+        assert got.device_mesh == mesh[axis]
+        torch.testing.assert_close(_whole(got), torch.full((4, 3), 2.0))
+
+
+@spmd(world_size=2)
+def test_reductions_over_lists_are_those_of_the_whole_tensors() -> None:
+    """Norms, maxima and sums of powers are numbers of the whole tensors, not of the pieces."""
+    mesh = init_device_mesh("cpu", (2,))
+    xs = [torch.arange(10.0).view(5, 2) - 4, torch.linspace(-1, 1, 6)]
+    ds = [distribute_tensor(x, mesh, [Shard(0)]) for x in xs]
+    for name, order in (("_foreach_norm", 3.0), ("_foreach_powsum", 3.0), ("_foreach_max", None)):
+        op = getattr(torch.ops.aten, name)
+        rest = () if order is None else (order,)
+        for got, expected in zip(op(ds, *rest), op(xs, *rest), strict=True):
+            assert got.shape == ()
+            torch.testing.assert_close(_whole(got), expected)
+
+
+@spmd(world_size=2)
+def test_broadcasting_inside_a_list_gives_the_shape_of_both() -> None:
+    """A row and a column at one position give a matrix."""
+    mesh = init_device_mesh("cpu", (2,))
+    row, column = torch.arange(4.0).view(1, 4), torch.arange(3.0).view(3, 1)
+    (got,) = torch._foreach_add(
+        [distribute_tensor(row, mesh, [Shard(1)])], [distribute_tensor(column, mesh, [Shard(0)])]
+    )
+    assert got.shape == (3, 4)
+    torch.testing.assert_close(_whole(got), row + column)

@@ -10,20 +10,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from hp_dtensor._torch import TorchDTensor, functional_twin, group_size, schema_of
+from hp_dtensor._torch import (
+    TorchDTensor,
+    functional_packet,
+    functional_twin,
+    group_size,
+    schema_of,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch._ops import OpOverload, OpOverloadPacket
 
-NOT_COLLECTIVE = frozenset({"wait_tensor", "monitored_barrier_", "barrier"})
+NOT_COLLECTIVE = frozenset(
+    {"wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_", "barrier"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,32 @@ class Collective:
     """The dotted path of the innermost module that is running, ``""`` outside of one."""
     backward: bool
     """Whether it belongs to a backward pass."""
+
+
+class CommCounts(dict["OpOverloadPacket", int]):
+    """How often each collective was started, by its packet; 0 for one that was not.
+
+    A packet of ``torch.ops.c10d_functional`` finds the count of its namesake in ``torch.ops._c10d_functional``.
+
+    Example:
+        >>> import torch
+        >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
+        >>> (
+        ...     counts[torch.ops.c10d_functional.all_reduce],
+        ...     counts[torch.ops._c10d_functional.broadcast],
+        ... )
+        (2, 0)
+    """
+
+    def __missing__(self, packet: OpOverloadPacket) -> int:
+        return super().get(functional_packet(packet), 0)
+
+    def __contains__(self, packet: object) -> bool:
+        return self[cast("OpOverloadPacket", packet)] > 0
+
+    def get(self, packet: OpOverloadPacket, default: object = None) -> object:  # type: ignore[override]  # one form for torch's three
+        """The count of *packet*, *default* when it was not started."""
+        return self[packet] or default
 
 
 def wire_bytes(name: str, payload: int, ranks: int) -> int:
@@ -140,9 +174,34 @@ class CommDebugMode(TorchDispatchMode):
             )
         )
 
-    def get_comm_counts(self) -> dict[OpOverloadPacket, int]:
-        """How often each collective was started."""
-        return dict(Counter(record.op for record in self.records))
+    def get_comm_counts(self) -> CommCounts:
+        """How often each collective was started, by packet; 0 for all others."""
+        return CommCounts(Counter(record.op for record in self.records))
+
+    @property
+    def comm_counts(self) -> CommCounts:
+        """What :meth:`get_comm_counts` gives."""
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, CommCounts]]:
+        """The counts of each module that something was started in, ``"forward"`` and ``"backward"`` apart.
+
+        A collective counts for its module and the modules around it; under ``"Global"`` all of them count.
+        """
+        found: dict[str, dict[str, Counter[OpOverloadPacket]]] = {
+            "Global": {"forward": Counter(), "backward": Counter()}
+        }
+        for record in self.records:
+            path = record.module.split(".") if record.module else []
+            around = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+            for name in ("Global", *around):
+                per_pass = found.setdefault(name, {"forward": Counter(), "backward": Counter()})
+                per_pass["backward" if record.backward else "forward"][record.op] += 1
+        return {
+            name: {which: CommCounts(counts) for which, counts in per_pass.items()}
+            for name, per_pass in found.items()
+        }
 
     def get_total_counts(self) -> int:
         """How many collectives were started."""

@@ -52,6 +52,7 @@ from hp_dtensor.rules import (
     common_strategies,
     find_rule,
 )
+from hp_dtensor.rules._registry import on_change
 from hp_dtensor.rules.composed import compose
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
 
@@ -179,6 +180,10 @@ def _remember(key: object, plan: Plan) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+        hits.clear()
+
+
+on_change(clear_caches)
 # Arguments
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -648,14 +653,19 @@ def _wrap(cls: type, plan: Plan, result: object) -> object:
 
 
 def _outside(cls: type, plan: Plan, tensors: Sequence[Tensor]) -> object:
-    """The results on a rank that is not part of the mesh: empty tensors of the right description."""
+    """The results on a rank that is not part of the mesh: of the right description, without elements (0-d: zero)."""
     if plan.written is not None:
         return tensors[plan.written]
     device = next(local_of(t).device for t in tensors)
     made = [
         None
         if spec is None
-        else new_dtensor(cls, torch.empty(0, dtype=spec.dtype, device=device), spec, False)
+        else new_dtensor(
+            cls,
+            torch.zeros((0,) if spec.shape else (), dtype=spec.dtype, device=device),
+            spec,
+            False,
+        )
         for spec in plan.outputs
     ]
     return made[0] if plan.single is not None else tuple(made)

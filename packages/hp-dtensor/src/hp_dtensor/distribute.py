@@ -84,9 +84,12 @@ def distribute_tensor(
     if isinstance(tensor, TorchDTensor):
         ours = as_ours(tensor)
         if ours.device_mesh != mesh or ours.placements != resolve(placements, mesh, tensor.ndim):
+            other = (
+                f"device mesh {mesh}" if ours.device_mesh != mesh else f"placements {placements}"
+            )
             msg = (
-                f"Cannot distribute a DTensor laid out as {ours.placements} on {ours.device_mesh} as {placements} on {mesh}: "
-                "use redistribute() to change the placements of a tensor that is distributed already"
+                f"Cannot distribute a DTensor laid out as {ours.placements} on {ours.device_mesh} to a different {other}: "
+                "use redistribute() to change the layout of a tensor that is distributed already"
             )
             raise ValueError(msg)
         return ours

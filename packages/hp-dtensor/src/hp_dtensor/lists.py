@@ -11,12 +11,13 @@ mesh, kind and dtype, however many tensors there are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from hp_mesh.collectives import all_reduce, wait
 
+from hp_dtensor import hits
 from hp_dtensor._torch import new_dtensor, schema_of
 from hp_dtensor.dispatch import (
     add_handler_family,
@@ -26,9 +27,10 @@ from hp_dtensor.dispatch import (
     refuse_communication,
     signature,
 )
-from hp_dtensor.errors import InPlaceError
+from hp_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError
 from hp_dtensor.placements import REPLICATE, Placement
 from hp_dtensor.redistribute import redistribute_tensor
+from hp_dtensor.rules._registry import aten_ops
 from hp_dtensor.spec import Spec, make_spec, spec_of
 
 if TYPE_CHECKING:
@@ -88,6 +90,13 @@ def _target(
     first = next((spec for spec in specs if spec is not None), None)
     if first is None:
         return None
+    for spec in specs:
+        if spec is not None and spec.mesh != first.mesh:
+            msg = (
+                f"{op}: the tensors at one position of the lists live on different meshes, {first.mesh} and {spec.mesh}; "
+                "put tensors of one mesh together, or leave with to_local() first"
+            )
+            raise MixedTensorError(msg)
     if written and specs[0] is None:
         msg = (
             f"{op}: writes to a plain tensor of shape {tuple(tensors[0].shape)} at a position where another argument is a "
@@ -191,13 +200,55 @@ def list_operator(
         _plain_scalar(op, value) if isinstance(value, torch.Tensor) else value for value in filled
     ]
     result = op(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
+    if not moving and not any(isinstance(value, torch.Tensor) for value in extra):
+        _remember(cls, op, args, kwargs, targets, result)
     if writes:
         return None if not schema_of(op).returns else values[lists[0]]
-    first = cast("Sequence[Tensor]", values[lists[0]])
     return [
-        local if target is None else new_dtensor(cls, local, target.with_dtype(local.dtype), False)
-        for local, target, _ in zip(cast("Sequence[Tensor]", result), targets, first, strict=True)
+        local if target is None else _wrapped(cls, op, local, target)
+        for local, target in zip(cast("Sequence[Tensor]", result), targets, strict=True)
     ]
+
+
+def _remember(
+    cls: type,
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    targets: Sequence[Spec | None],
+    result: object,
+) -> None:
+    """Let the hit path answer the next call on such lists, where all that is left to do is local."""
+    outputs: tuple[Spec | None, ...] = ()
+    if isinstance(result, (list, tuple)) and result and not signature(op).returns_written:
+        pieces = cast("Sequence[Tensor]", result)
+        outputs = tuple(
+            None if target is None else target.with_dtype(piece.dtype)
+            for target, piece in zip(targets, pieces, strict=True)
+        )
+        if any(
+            spec is not None and tuple(piece.shape) != tuple(spec.local_shape)
+            for spec, piece in zip(outputs, pieces, strict=True)
+        ):
+            return
+    elif schema_of(op).returns:
+        return
+    hits.remember(cls, args, kwargs, hits.Hit(op, op, None, outputs, None))
+
+
+def _wrapped(cls: type, op: OpOverload, local: Tensor, target: Spec) -> Tensor:
+    if tuple(local.shape) != tuple(target.local_shape):
+        if all(placement.is_replicate() for placement in target.placements):
+            whole = make_spec(
+                target.mesh, target.placements, local.shape, local.stride(), local.dtype
+            )
+            return new_dtensor(cls, local, whole, False)
+        msg = (
+            f"{op}: is no operator that keeps the shapes in its lists (a piece of {tuple(target.local_shape)} became "
+            f"{tuple(local.shape)}), and has no rule of its own; call the operator for single tensors instead"
+        )
+        raise NoRuleError(msg)
+    return new_dtensor(cls, local, target.with_dtype(local.dtype), False)
 
 
 def _is_tensor_list(value: object) -> bool:
@@ -221,26 +272,35 @@ def _plain_scalar(op: OpOverload, tensor: Tensor) -> Tensor:
 add_handler_family(("aten::_foreach_", "aten::_fused_"), list_operator)
 
 
-def _each(name: str) -> None:
-    """Run a list operator that reduces as the operator on single tensors, one after the other."""
-    packet = getattr(aten, name)
+def _max(tensor: Tensor, _order: float, _dtype: torch.dtype | None) -> Tensor:
+    return tensor.max()
 
-    @handles(
-        *(getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
-    )
+
+def _norm(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    return norm
+
+
+def _power_sum(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    return tensor.abs().pow(order).sum(dtype=dtype)
+
+
+def _each(name: str, reduce: Callable[[Tensor, float, torch.dtype | None], Tensor]) -> None:
+    """Run the list operator *name*, which reduces, as *reduce* on single tensors, one after the other."""
+    overloads = aten_ops(f"{name}.default", f"{name}.Scalar")
+
+    @handles(*cast("tuple[OpOverload, ...]", overloads))
     def run(
         _cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        tensors = cast("Sequence[Tensor]", args[0])
-        if name == "_foreach_max":
-            return [tensor.max() for tensor in tensors]
         order = cast("float", args[1] if len(args) > 1 else kwargs.get("ord", 2))
         dtype = cast("torch.dtype | None", kwargs.get("dtype"))
-        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+        return [reduce(tensor, order, dtype) for tensor in cast("Sequence[Tensor]", args[0])]
 
 
-_each("_foreach_norm")
-_each("_foreach_max")
+_each("_foreach_norm", _norm)
+_each("_foreach_powsum", _power_sum)
+_each("_foreach_max", _max)
 
 
 @handles(aten._amp_foreach_non_finite_check_and_unscale_.default)

@@ -94,6 +94,7 @@ def normalize_placements(
         placements = (placements,)
     if len(placements) != mesh.ndim:
         msg = (
+            "placements and the axes of the mesh must have the same length, got "
             f"{len(placements)} placements {tuple(placements)} for a mesh of {mesh.ndim} axes {tuple(mesh.shape)}; "
             "give exactly one placement for each axis"
         )

@@ -9,8 +9,10 @@ stand in keyword arguments and in lists; there a list of placements stands in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from hp_dtensor._torch import schema_of
 from hp_dtensor.placements import Placement
 from hp_dtensor.rules import OpCall, Strategy, TensorMeta, register_rule
 
@@ -63,6 +65,23 @@ def _inputs(call: OpCall, tree: Sequence[PlacementTree]) -> tuple[Placement, ...
     return out
 
 
+def _with_written(call: OpCall) -> OpCall:
+    """*call* with the tensors that an ``out=`` form writes to, which the table keeps from rules, described like results."""
+    names = [
+        argument.name
+        for argument in schema_of(call.op).arguments
+        if argument.kwarg_only
+        and argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name not in call.kwargs
+    ]
+    if not names:
+        return call
+    return replace(
+        call, kwargs={**call.kwargs, **dict(zip(names, call.outputs, strict=False))}, present=()
+    )
+
+
 def register_sharding(op: OpOverload | Iterable[OpOverload]) -> Callable[[ShardingFn], ShardingFn]:
     """Register how *op* may run sharded, as a decorator.
 
@@ -85,8 +104,10 @@ def register_sharding(op: OpOverload | Iterable[OpOverload]) -> Callable[[Shardi
 
     def decorate(function: ShardingFn) -> ShardingFn:
         def rule(call: OpCall) -> Iterator[Strategy]:
-            for outputs, inputs in function(*call.args, **call.kwargs):
-                yield Strategy(tuple(_leaves(outputs)), _inputs(call, inputs))
+            full = _with_written(call)
+            for outputs, inputs in function(*full.args, **full.kwargs):
+                placements = _inputs(full, inputs)
+                yield Strategy(tuple(_leaves(outputs)), placements[: len(call.tensors)])
 
         register_rule(op, rule, overwrite=True)
         return function

@@ -266,6 +266,9 @@ def common_strategies(entry: OpRule, calls: Iterable[OpCall]) -> tuple[Strategy,
 
 
 _table: dict[OpOverload, OpRule] = {}
+_replaced: set[OpOverload] = set()
+"""Operators whose first rule was replaced: whoever did it wants that rule, and no composition."""
+_on_change: list[Callable[[], None]] = []
 _by_tag: list[tuple[torch.Tag, OpRule]] = []
 
 
@@ -338,6 +341,20 @@ def register_rule(
             _table[op] = entry
         elif local is None:
             _table[op] = writing
+    if taken:
+        _replaced.update(found)
+    for forget in _on_change:
+        forget()
+
+
+def is_replaced(op: OpOverload) -> bool:
+    """Return whether somebody replaced the rule that *op* came with."""
+    return op in _replaced
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Call *forget* whenever the table changes, for what was decided by an older one."""
+    _on_change.append(forget)
 
 
 # --- out= forms -------------------------------------------------------------------------------

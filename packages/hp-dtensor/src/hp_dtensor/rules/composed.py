@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hp_dtensor.placements import Placement, shard_dim
-from hp_dtensor.rules._registry import OpCall, aten_ops
+from hp_dtensor.rules._registry import OpCall, aten_ops, is_replaced
 from hp_dtensor.rules.reduction import reduced_dims
 from hp_dtensor.rules.view import as_dims
 
@@ -66,7 +66,7 @@ def compose(
         (True, False)
     """
     found = _table.get(call.op)
-    if found is None or not call.tensors or not call.tensors[0].numel:
+    if found is None or is_replaced(call.op) or not call.tensors or not call.tensors[0].numel:
         return None
     cut = {shard_dim(placement) for placement in placements[0]}
     return found.build(call) if cut & set(found.whole(call)) else None

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import cast
 
 import torch
 
@@ -260,6 +261,27 @@ def _view_dtype(call: OpCall) -> Iterator[Strategy]:
     yield from label_strategies(call, [labels], [labels], reduce=None)
 
 
+def _is_itself(call: OpCall) -> bool:
+    """Whether ``as_strided`` is asked for what the tensor is already."""
+    source = call.tensors[0]
+    offset = call.args[3] if len(call.args) > 3 else call.kwargs.get("storage_offset")
+    return (source.shape, source.stride) == (call.output.shape, call.output.stride) and not offset
+
+
+def _as_strided(call: OpCall) -> Iterator[Strategy]:
+    """Strides are those of a whole tensor: only the tensor itself can be asked for in pieces."""
+    if _is_itself(call):
+        labels = _all(call.output)
+        yield from label_strategies(call, [labels], [labels], reduce=None)
+        yield from keep_partial(call)
+
+
+def _as_strided_local(local: LocalCall) -> Callable[..., torch.Tensor]:
+    if not _is_itself(local.call):
+        return cast("Callable[..., torch.Tensor]", local.call.op)
+    return lambda tensor, *_sizes, **_more: torch.ops.aten.alias.default(tensor)
+
+
 def _view_as_real(call: OpCall) -> Iterator[Strategy]:
     labels = _all(call.tensors[0])
     yield from label_strategies(call, [labels], [[*labels, None]], reduce=None)
@@ -287,6 +309,7 @@ register_rule(aten_ops("slice.Tensor", "slice_copy.Tensor"), moved(_slice))
 register_rule(aten_ops("unbind.int", "unbind_copy.int"), moved(_unbind))
 register_rule(aten_ops("unfold", "unfold_copy"), moved(_unfold))
 register_rule(aten_ops("diagonal", "diagonal_copy"), moved(_diagonal))
+register_rule(aten_ops("as_strided"), _as_strided, local=_as_strided_local)
 register_rule(aten_ops("view_as_real", "view_as_real_copy"), _view_as_real, linear=[[0]])
 register_rule(aten_ops("view_as_complex", "view_as_complex_copy"), _view_as_complex, linear=[[0]])
 register_rule(aten_ops("view.dtype", "view_copy.dtype"), _view_dtype)
