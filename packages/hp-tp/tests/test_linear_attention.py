@@ -91,9 +91,10 @@ def test_heads_shared_out_equal_one_device(
 ) -> None:
     """Output, gradient of the input and of every parameter, with grouped heads, equal blocks and unequal ones."""
     mesh = tp(2)
-    style = GatedDeltaNetParallel(output_layouts=Shard(1) if scattered else None)
+    cut = Shard(1) if scattered else None
+    style = GatedDeltaNetParallel(input_layouts=cut, output_layouts=cut)
     x = torch.randn(2, 6, WIDTH)
-    check_plan(GatedDeltaNet(*sizes), mesh, style, x, output=Shard(1) if scattered else None)
+    check_plan(GatedDeltaNet(*sizes), mesh, style, x, given=(cut,), output=cut)
 
 
 @spmd(world_size=2, timeout=60)

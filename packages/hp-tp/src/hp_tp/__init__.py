@@ -43,6 +43,10 @@ from hp_tp.linear_attention import (
     GatedDeltaNetParallel,
 )
 from hp_tp.norm import SequenceParallel
+from hp_tp.pipeline import (
+    parallelize_llama,
+    parallelize_qwen3_5,
+)
 from hp_tp.plan import Match, ParallelPlan, match_plan, parallelize_module
 from hp_tp.prepare import (
     NoParallel,
@@ -116,7 +120,9 @@ __all__ = [
     "join_sequence",
     "llama_plan",
     "match_plan",
+    "parallelize_llama",
     "parallelize_module",
+    "parallelize_qwen3_5",
     "plan_report",
     "register_with_transformers",
     "resolve_placements",

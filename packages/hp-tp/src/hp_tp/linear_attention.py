@@ -14,12 +14,12 @@ single device; copies on every rank would save the gather and cost the memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from hp_dtensor import (
     Partial,
     Placement,
@@ -35,10 +35,11 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from hp_tp._torch import parameters_of
 from hp_tp.boundary import PARTIAL, REPLICATE, move
 from hp_tp.errors import PlanError, UnsupportedModuleError
+from hp_tp.local_states import owner_of
 from hp_tp.placing import place
 from hp_tp.style import ParallelStyle
 from hp_tp.substitution import substitute
-from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
+from hp_tp.tensor_parallel import RowwiseParallel
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -87,6 +88,7 @@ class _Rows:
         layout = self.layout()
         if self.mesh.size() == 1 or isinstance(layout, StridedShard):
             return piece
+        # Moved once each way: gathered here, and its gradient scattered.
         whole = redistribute_local(
             piece,
             self.mesh,
@@ -99,45 +101,18 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _PackedProjection:
-    """A packed projection that gives this rank's heads: a wrapper of its forward."""
-
-    rows: _Rows
-
-    def __call__(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> Tensor:
-        del forward
-        return self._run(module, *args, **kwargs)  # type: ignore[arg-type]  # forward's own arguments
-
-    def _run(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
-        whole = move(
-            input,
-            self.rows.mesh,
-            REPLICATE,
-            REPLICATE,
-            local=True,
-            grad=PARTIAL,
-            where="the input of a packed projection",
-        )
-        bias: Tensor | None = module.bias  # torch declares that there is one
-        own = None if bias is None else self.rows.local(bias)
-        return F.linear(whole, self.rows.local(module.weight), own)
-
-
-@dataclass(frozen=True, slots=True)
 class _Heads:
     """A layer that runs with this rank's heads: a wrapper of its forward."""
 
     rows: _Rows
-    heads: tuple[str, ...]
-    """Parameters with one entry for each value head."""
+    input_layout: Placement
+    input_name: str
+    own: tuple[str, ...]
+    """Paths of parameters whose piece is what a rank uses."""
+    packed: tuple[str, ...]
+    """Paths of those with rows of queries, keys and values."""
     shared: tuple[str, ...]
-    """Parameters that every head uses."""
+    """Paths of those that every head uses."""
 
     def __call__(
         self,
@@ -146,28 +121,43 @@ class _Heads:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
+        if args:
+            args = (self._enter(args[0]), *args[1:])
+        else:
+            kwargs = {**kwargs, self.input_name: self._enter(kwargs.get(self.input_name))}
         before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
-
-        def exchange(owner: nn.Module, name: str, piece: Tensor) -> None:
-            held = parameters_of(owner)
-            before.append((held, name, held[name]))
-            held[name] = cast("nn.Parameter", piece)
-
         try:
-            for name in self.heads:
-                exchange(module, name, to_local(getattr(module, name)))
-            for path in self.shared:
-                child, _, name = path.rpartition(".")
-                owner = module.get_submodule(child)
-                exchange(owner, name, to_local(getattr(owner, name), grad_placements=(PARTIAL,)))
-            convolution = module.get_submodule("conv1d")
-            for name, parameter in list(parameters_of(convolution).items()):
-                if parameter is not None:
-                    exchange(convolution, name, self.rows.local(parameter))
+            for path, piece in self._pieces(module):
+                owner, name = owner_of(module, path)
+                held = parameters_of(owner)
+                before.append((held, name, held[name]))
+                held[name] = cast("nn.Parameter", piece)
             return forward(module, *args, **kwargs)
         finally:
             for held, name, parameter in before:
                 held[name] = parameter
+
+    def _enter(self, value: object) -> object:
+        """The whole sequence, whose gradients are addends: each rank's come from its heads."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return move(
+            value,
+            self.rows.mesh,
+            self.input_layout,
+            REPLICATE,
+            local=True,
+            grad=PARTIAL if self.rows.mesh.size() > 1 else None,
+            where="the input of a gated delta net",
+        )
+
+    def _pieces(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for path in self.own:
+            yield path, to_local(module.get_parameter(path))
+        for path in self.packed:
+            yield path, self.rows.local(module.get_parameter(path))
+        for path in self.shared:
+            yield path, to_local(module.get_parameter(path), grad_placements=(PARTIAL,))
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
@@ -179,9 +169,10 @@ class GatedDeltaNetParallel(ParallelStyle):
     ``key_dim`` and ``value_dim``.
 
     Args:
+        input_layouts: what a plain input is; ``Replicate()`` when None.
         output_layouts: what the output is; ``Replicate()`` when None. ``Shard(1)`` scatters the sequence.
 
-    A plain input is whole on every rank; a DTensor is gathered. The output is plain.
+    The output is plain.
 
     Example:
         >>> from hp_tp import GatedDeltaNetParallel
@@ -189,6 +180,7 @@ class GatedDeltaNetParallel(ParallelStyle):
     """
 
     lays_out: ClassVar[bool] = True
+    input_layouts: Placement | None = None
     output_layouts: Placement | None = None
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -222,33 +214,30 @@ class GatedDeltaNetParallel(ParallelStyle):
         self.check(module, device_mesh)
         key, value = cast("int", module.key_dim), cast("int", module.value_dim)
         rows = _Rows(device_mesh, (key, key, value))
-        packed = rows.layout()
-        for name in _PACKED:
-            layouts: dict[str, Placement] = {"weight": packed, "bias": packed}
-            place(module.get_submodule(name), device_mesh, layouts, self.src_data_rank)
-        substitute(module.get_submodule("in_proj_qkv"), _PackedProjection(rows))
-        for name in _BY_VALUE_HEADS:
-            self._apply_to(ColwiseParallel(), module, name, device_mesh)
-        self._apply_to(
-            RowwiseParallel(output_layouts=self.output_layouts), module, "out_proj", device_mesh
-        )
+        packed = self._place(module, _PACKED, rows.layout(), device_mesh)
+        own = self._place(module, _BY_VALUE_HEADS, Shard(0), device_mesh)
+        shared = self._place(module, ("norm",), REPLICATE, device_mesh)
         place(module, device_mesh, dict.fromkeys(_OF_HEADS, Shard(0)), self.src_data_rank)
-        norm = module.get_submodule("norm")
-        names = [name for name, _ in norm.named_parameters()]
-        for path in names:
-            child, _, name = path.rpartition(".")
-            owner = norm.get_submodule(child)
-            place(owner, device_mesh, {name: Replicate()}, self.src_data_rank)
+        out = RowwiseParallel(output_layouts=self.output_layouts)
+        out.src_data_rank = self.src_data_rank
+        out.apply(module.get_submodule("out_proj"), device_mesh)
         _set_sizes(module, device_mesh.size())
-        shared = tuple(f"norm.{name}" for name in names)
-        substitute(module, _Heads(rows, _OF_HEADS, shared))
+        label = self.input_layouts or REPLICATE
+        name = next(iter(inspect.signature(module.forward).parameters))
+        substitute(module, _Heads(rows, label, name, (*own, *_OF_HEADS), packed, shared))
         return module
 
-    def _apply_to(
-        self, style: ParallelStyle, module: nn.Module, name: str, mesh: DeviceMesh
-    ) -> None:
-        style.src_data_rank = self.src_data_rank
-        style.apply(module.get_submodule(name), mesh)
+    def _place(
+        self, module: nn.Module, names: Sequence[str], layout: Placement, mesh: DeviceMesh
+    ) -> tuple[str, ...]:
+        """Lay out all parameters of the named children, and return their paths."""
+        paths = []
+        for name in names:
+            for path, _ in list(module.get_submodule(name).named_parameters(name)):
+                owner, own = owner_of(module, path)
+                place(owner, mesh, {own: layout}, self.src_data_rank)
+                paths.append(path)
+        return tuple(paths)
 
 
 def _set_sizes(module: nn.Module, ranks: int) -> None:
