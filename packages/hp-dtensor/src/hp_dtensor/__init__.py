@@ -27,6 +27,7 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.local import local_map, redistribute_local, to_local
 from hp_dtensor.norms import clip_grad_norm_, get_total_norm
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
+from hp_dtensor.preview import PlannedStep, RedistributePlan, redistribute_plan
 from hp_dtensor.queries import (
     compute_local_shape_and_global_offset,
     global_slices,
@@ -51,7 +52,9 @@ __all__ = [
     "OpRule",
     "Partial",
     "Placement",
+    "PlannedStep",
     "RedistributeError",
+    "RedistributePlan",
     "Replicate",
     "Shard",
     "Spec",
@@ -75,6 +78,7 @@ __all__ = [
     "local_shard_size_and_offset",
     "ones",
     "redistribute_local",
+    "redistribute_plan",
     "register_rule",
     "register_sharding",
     "strict",

@@ -18,6 +18,7 @@ from hp_dtensor.errors import RedistributeError
 from hp_dtensor.placements import Partial, Placement, Replicate, gradient_placements
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
+from hp_dtensor.transfer import between
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -148,16 +149,17 @@ def move(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """*tensor* laid out as *placements* on *mesh*, without recording a gradient."""
-    if mesh is not spec.mesh and mesh != spec.mesh:
-        msg = (
-            f"the tensor lives on {spec.mesh} and cannot be redistributed to another mesh, {mesh}: go through "
-            "distribute_tensor(x.full_tensor(), mesh, placements)"
-        )
-        raise RedistributeError(msg)
-    _refuse_unlike(spec.placements, placements)
     local = cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
     if dtype is not None and dtype != local.dtype:
         local = local.to(dtype)
+    if mesh is not spec.mesh and mesh != spec.mesh:
+        shape = tuple(spec.shape)
+        out = between(local, spec.mesh, spec.placements, mesh, placements, shape)
+        if out is local:
+            out = local.view_as(local)
+        moved = make_spec(mesh, placements, shape, spec.stride, out.dtype)
+        return new_dtensor(cls, out, moved, False)
+    _refuse_unlike(spec.placements, placements)
     out = redistribute_tensor(
         local, spec.mesh, tuple(spec.shape), spec.placements, placements, async_op=async_op
     )

@@ -23,9 +23,10 @@ from hp_mesh.groups import GroupConfig, registry
 from torch import Tensor
 
 from hp_dtensor import _torch, shards
+from hp_dtensor.pieces import Ranges, only_dim, overlap, put, ranges_in, sizes_of, take
 from hp_dtensor.placements import Partial, Placement, shard_dim
-from hp_dtensor.plan import Step, common, make_plan
-from hp_dtensor.shards import Box, Intervals
+from hp_dtensor.plan import Step, make_plan
+from hp_dtensor.shards import Box
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -35,9 +36,6 @@ __all__ = ["redistribute_tensor"]
 
 Run = Callable[[Tensor, bool], Tensor]
 """One compiled step: the local tensor and whether the result may be waited for later."""
-
-Ranges = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dim the ``(start, length)`` of the local entries that a piece is made of."""
 
 _MOST_RUNNERS = 1 << 14
 _runners: dict[object, Run] = {}
@@ -205,91 +203,15 @@ class _Site:
         return position
 
 
-# --- pieces -------------------------------------------------------------------------------------------------------------
-
-
-def _sizes(box: Box) -> tuple[int, ...]:
-    return tuple(shards.length(intervals) for intervals in box)
-
-
-def _overlap(a: Box, b: Box) -> Box:
-    return tuple(common(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _ranges(outer: Box, inner: Box) -> Ranges:
-    """Where *inner*, a part of *outer*, lies in the local tensor of *outer*."""
-    return tuple(_ranges_of_dim(x, y) for x, y in zip(outer, inner, strict=True))
-
-
-def _ranges_of_dim(outer: Intervals, inner: Intervals) -> tuple[tuple[int, int], ...]:
-    out: list[tuple[int, int]] = []
-    position = 0
-    for start, stop in outer:
-        for low, high in common(((start, stop),), inner):
-            local = position + low - start
-            if out and out[-1][0] + out[-1][1] == local:
-                out[-1] = (out[-1][0], out[-1][1] + high - low)
-            else:
-                out.append((local, high - low))
-        position += stop - start
-    return tuple(out)
-
-
-def _take(tensor: Tensor, ranges: Ranges) -> Tensor:
-    """The entries at *ranges*: a view where they are one range in each dim."""
-    for dim, parts in enumerate(ranges):
-        if len(parts) == 1:
-            start, size = parts[0]
-            if start or size != tensor.shape[dim]:
-                tensor = tensor.narrow(dim, start, size)
-        elif parts:
-            tensor = torch.cat([tensor.narrow(dim, start, size) for start, size in parts], dim)
-        else:
-            tensor = tensor.narrow(dim, 0, 0)
-    return tensor
-
-
-def _put(out: Tensor, piece: Tensor, ranges: Ranges) -> None:
-    """Write *piece* to the entries of *out* at *ranges*."""
-    starts = [
-        list(itertools.accumulate((size for _, size in parts), initial=0)) for parts in ranges
-    ]
-    for chosen in itertools.product(*(range(len(parts)) for parts in ranges)):
-        there, here = out, piece
-        for dim, i in enumerate(chosen):
-            start, size = ranges[dim][i]
-            there = there.narrow(dim, start, size)
-            if len(ranges[dim]) > 1:
-                here = here.narrow(dim, starts[dim][i], size)
-        there.copy_(here)
-
-
-def _only_dim(
-    pieces: Sequence[Ranges], sizes: Sequence[tuple[int, ...]], whole: tuple[int, ...]
-) -> int | None:
-    """The dim along which equal *pieces* lie one after the other in *whole*; None if they do not."""
-    if len(set(sizes)) != 1 or 0 in sizes[0]:
-        return None
-    cut = [
-        dim for dim, (part, size) in enumerate(zip(sizes[0], whole, strict=True)) if part != size
-    ]
-    if len(cut) != 1:
-        return None
-    dim = cut[0]
-    step = sizes[0][dim]
-    in_order = all(ranges[dim] == ((i * step, step),) for i, ranges in enumerate(pieces))
-    return dim if in_order and len(pieces) * step == whole[dim] else None
-
-
 # --- the kinds of step --------------------------------------------------------------------------------------------------
 
 
 def _slice(site: _Site) -> Run:
-    ranges = _ranges(site.before(), site.after())
+    ranges = ranges_in(site.before(), site.after())
 
     def run(local: Tensor, async_op: bool) -> Tensor:
         del async_op
-        return _take(local, ranges)
+        return take(local, ranges)
 
     return run
 
@@ -297,10 +219,10 @@ def _slice(site: _Site) -> Run:
 def _all_gather(site: _Site) -> Run:
     group = site.group()
     held = [site.before(there) for there in site.peers()]
-    sizes = [_sizes(box) for box in held]
-    whole = _sizes(site.after())
-    ranges = [_ranges(site.after(), box) for box in held]
-    dim = _only_dim(ranges, sizes, whole)
+    sizes = [sizes_of(box) for box in held]
+    whole = sizes_of(site.after())
+    ranges = [ranges_in(site.after(), box) for box in held]
+    dim = only_dim(ranges, sizes, whole)
     if dim is None:
         return _all_gather_padded(group, sizes, ranges, whole)
 
@@ -337,7 +259,7 @@ def _all_gather_padded(
         out = local.new_empty(whole)
         for i, numel in enumerate(numels):
             if numel:
-                _put(out, got[i * most : i * most + numel].view(sizes[i]), ranges[i])
+                put(out, got[i * most : i * most + numel].view(sizes[i]), ranges[i])
         return out
 
     return run
@@ -346,15 +268,15 @@ def _all_gather_padded(
 def _all_to_all(site: _Site) -> Run:
     group = site.group()
     peers = site.peers()
-    sent = [_overlap(site.before(), site.after(there)) for there in peers]
-    received = [_overlap(site.before(there), site.after()) for there in peers]
-    out_ranges = [_ranges(site.before(), box) for box in sent]
-    in_ranges = [_ranges(site.after(), box) for box in received]
-    out_sizes = [_sizes(box) for box in sent]
-    in_sizes = [_sizes(box) for box in received]
-    whole = _sizes(site.after())
-    cut = _only_dim(out_ranges, out_sizes, _sizes(site.before()))
-    joined = _only_dim(in_ranges, in_sizes, whole)
+    sent = [overlap(site.before(), site.after(there)) for there in peers]
+    received = [overlap(site.before(there), site.after()) for there in peers]
+    out_ranges = [ranges_in(site.before(), box) for box in sent]
+    in_ranges = [ranges_in(site.after(), box) for box in received]
+    out_sizes = [sizes_of(box) for box in sent]
+    in_sizes = [sizes_of(box) for box in received]
+    whole = sizes_of(site.after())
+    cut = only_dim(out_ranges, out_sizes, sizes_of(site.before()))
+    joined = only_dim(in_ranges, in_sizes, whole)
     if cut is not None and joined is not None and _is_even(site):
         return _all_to_all_even(group, len(peers), out_sizes[0], cut, joined, whole)
     mine = peers.index(site.where)
@@ -367,7 +289,7 @@ def _all_to_all(site: _Site) -> Run:
         buffer = local.new_empty(total)
         for i, part in enumerate(torch.split(buffer, out_splits)):
             if out_splits[i]:
-                part.view(out_sizes[i]).copy_(_take(local, out_ranges[i]))
+                part.view(out_sizes[i]).copy_(take(local, out_ranges[i]))
         return buffer
 
     def run(local: Tensor, async_op: bool) -> Tensor:
@@ -375,10 +297,10 @@ def _all_to_all(site: _Site) -> Run:
         got = collectives.all_to_all(pack(local), in_splits, out_splits, group)
         out = local.new_empty(whole)
         if keeps:
-            _put(out, _take(local, out_ranges[mine]), in_ranges[mine])
+            put(out, take(local, out_ranges[mine]), in_ranges[mine])
         for i, part in enumerate(torch.split(got, in_splits)):
             if in_splits[i]:
-                _put(out, part.view(in_sizes[i]), in_ranges[i])
+                put(out, part.view(in_sizes[i]), in_ranges[i])
         return out
 
     return run
@@ -388,7 +310,7 @@ def _is_even(site: _Site) -> bool:
     """Whether every rank of the group sends and receives pieces of one size, so that all of them take the short way."""
     peers = site.peers()
     return (
-        len({_sizes(_overlap(site.before(a), site.after(b))) for a in peers for b in peers}) == 1
+        len({sizes_of(overlap(site.before(a), site.after(b))) for a in peers for b in peers}) == 1
     )
 
 
@@ -424,11 +346,11 @@ def _reduce_scatter(site: _Site) -> Run:
     group = site.group()
     op, enter, leave = _reduction(site.step.op)
     pieces = [site.after(there) for there in site.peers()]
-    sizes = [_sizes(box) for box in pieces]
-    ranges = [_ranges(site.before(), box) for box in pieces]
-    whole = _sizes(site.before())
-    mine = _sizes(site.after())
-    dim = _only_dim(ranges, sizes, whole)
+    sizes = [sizes_of(box) for box in pieces]
+    ranges = [ranges_in(site.before(), box) for box in pieces]
+    whole = sizes_of(site.before())
+    mine = sizes_of(site.after())
+    dim = only_dim(ranges, sizes, whole)
     most = max(math.prod(size) for size in sizes)
 
     def run(local: Tensor, async_op: bool) -> Tensor:
@@ -447,7 +369,7 @@ def _reduce_scatter(site: _Site) -> Run:
         for i, size in enumerate(sizes):
             numel = math.prod(size)
             if numel:
-                buffer[i * most : i * most + numel].view(size).copy_(_take(entered, ranges[i]))
+                buffer[i * most : i * most + numel].view(size).copy_(take(entered, ranges[i]))
         got = collectives.reduce_scatter(buffer, op, group, async_op=async_op)
         numel = math.prod(mine)
         return leave(got if numel == most else got[:numel].clone(), local).view(mine)
@@ -474,14 +396,14 @@ def _make_partial(site: _Site) -> Run:
     (axis,) = site.step.axes
     op = site.step.op
     if shard_dim(site.step.source[axis]) is not None:
-        ranges = _ranges(site.after(), site.before())
-        whole = _sizes(site.after())
+        ranges = ranges_in(site.after(), site.before())
+        whole = sizes_of(site.after())
 
         def pad(local: Tensor, async_op: bool) -> Tensor:
             del async_op
             out = local.new_full(whole, _neutral(op, local.dtype))
             if local.numel():
-                _put(out, local, ranges)
+                put(out, local, ranges)
             return out
 
         return pad
