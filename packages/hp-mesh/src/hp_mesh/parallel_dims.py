@@ -574,7 +574,7 @@ class ParallelDims:
         known = self._built.get("device_type")
         if isinstance(known, str):
             return known
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
 
 
