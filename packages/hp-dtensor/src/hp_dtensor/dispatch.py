@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hp_dtensor import shards
+from hp_dtensor import hits, shards
 from hp_dtensor._torch import (
     Partial,
     Placement,
@@ -54,7 +54,9 @@ from hp_dtensor.rules import (
 )
 from hp_dtensor.rules._registry import on_change
 from hp_dtensor.rules.composed import compose
+from hp_dtensor.rules.rewritten import rewritten
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
+from hp_dtensor.temporaries import alone, owns_memory
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -152,6 +154,12 @@ class Plan:
     """The position of the tensor that is written to and returned, or None."""
     inside: bool
     """Whether this rank is part of the mesh."""
+    writes_back: tuple[tuple[int, Spec, Spec], ...] = ()
+    """(position among the tensor arguments, from, to) for each that is written to after a move: the way back."""
+    copied: bool = False
+    """Whether the result should be a view, and is a copy."""
+    written_copies: tuple[int, ...] = ()
+    """Positions among the tensor arguments of those that are written to and should be views, and are copies."""
 
 
 def cache_statistics() -> dict[str, int]:
@@ -161,13 +169,22 @@ def cache_statistics() -> dict[str, int]:
         >>> sorted(cache_statistics())
         ['evictions', 'hits', 'misses', 'plans']
     """
-    return {**_statistics, "plans": len(_plans)}
+    return {
+        **_statistics,
+        "hits": _statistics["hits"] + hits.answered(),
+        "evictions": _statistics["evictions"] + hits.evicted.calls,
+        "plans": len(_plans) + hits.size(),
+    }
 
 
 def clear_caches() -> None:
     """Forget all plans; the next call of each operator decides anew. For tests and for long-lived notebooks."""
     with _lock:
         _plans.clear()
+        hits.clear()
+
+
+on_change(clear_caches)
 
 
 def _remember(key: object, plan: Plan) -> None:
@@ -180,29 +197,16 @@ def _remember(key: object, plan: Plan) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-        hits.clear()
-
-
-on_change(clear_caches)
 # Arguments
 # --------------------------------------------------------------------------------------------------------------------
 
 _BY_TYPE = frozenset({bool, int, float, complex})
-_pointwise: dict[OpOverload, bool] = {}
-
-
-def _scalars_by_type(op: OpOverload) -> bool:
-    """Whether the numbers among the arguments of *op* may change without changing its plan (their types may not)."""
-    found = _pointwise.get(op)
-    if found is None:
-        found = _pointwise[op] = torch.Tag.pointwise in op.tags or op is aten.fill_.Scalar
-    return found
 
 
 class _Arguments:
     """The arguments of one call, walked once: the key of the call, its tensors and their specs."""
 
-    __slots__ = ("cacheable", "key", "mesh", "plain", "specs", "tensors")
+    __slots__ = ("cacheable", "key", "made_by_torch", "mesh", "plain", "specs", "tensors")
 
     def __init__(
         self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
@@ -212,14 +216,38 @@ class _Arguments:
         self.plain = False
         self.cacheable = True
         self.mesh: DeviceMesh | None = None
-        by_value = not _scalars_by_type(op)
+        by_value = not hits.scalars_by_type(op)
         parts: list[object] = [op]
         for value in args:
             self._take(value, parts, by_value)
         for name, value in kwargs.items():
             parts.append(name)
             self._take(value, parts, by_value)
+        if self.plain:
+            # What torch made on its way counts as replicated, so that the same call with another's tensor is another key.
+            value = None  # or this name would count as somebody who holds the last argument
+            parts.append(self._made_by_torch(args, kwargs))
         self.key = tuple(parts)
+
+    def _made_by_torch(
+        self, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[bool, ...]:
+        """For each tensor argument whether it is a plain tensor that torch alone holds."""
+        found: list[bool] = []
+        for values in (args, kwargs.values()):
+            for position, value in enumerate(values):
+                if isinstance(value, torch.Tensor):
+                    found.append(_made_by_torch(value, values, position))
+                elif type(value) in (list, tuple):
+                    inner = cast("Sequence[object]", value)
+                    found += [
+                        _made_by_torch(item, inner, at)
+                        for at, item in enumerate(inner)
+                        if isinstance(item, torch.Tensor)
+                    ]
+                del value
+        self.made_by_torch = tuple(found)
+        return self.made_by_torch
 
     def _take(self, value: object, parts: list[object], by_value: bool) -> None:
         kind = type(value)
@@ -245,6 +273,22 @@ class _Arguments:
             self.cacheable = False
         else:
             parts.append(value)
+
+
+def _unsafe(tensor: Tensor) -> bool:
+    """Whether a plain tensor may hold other values on other ranks, for all we know."""
+    return tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _made_by_torch(value: Tensor, values: Iterable[object], position: int) -> bool:
+    """Whether the plain *value*, at *position* of *values*, is a temporary of torch's own: a constant, a window, zeros."""
+    if isinstance(value, TorchDTensor) or not _unsafe(value) or value.requires_grad:
+        return False
+    return alone(values, position, others=_HOLDERS) and owns_memory(value)
+
+
+_HOLDERS = 4
+"""Our list of tensors, and the names and the call that the value goes through while we ask."""
 
 
 def _replace(values: Sequence[object], new: Iterator[object]) -> list[object]:
@@ -274,8 +318,8 @@ def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
     specs: list[Spec] = []
     for position, (tensor, own) in enumerate(zip(found.tensors, found.specs, strict=True)):
         if own is None:
-            safe = tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
-            if not safe and not _implicit_replication.get():
+            trusted = not _unsafe(tensor) or found.made_by_torch[position]
+            if not trusted and not _implicit_replication.get():
                 msg = (
                     f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} is a plain tensor of shape "
                     f"{tuple(tensor.shape)} and {tensor.dtype}, and nothing says how it is laid out over the mesh "
@@ -324,6 +368,23 @@ def infer_outputs(
         filled, named = _with_tensors(args, kwargs, tensors)
         named = {name: _meta(value) for name, value in named.items() if name != "pin_memory"}
         return op(*[_meta(value) for value in filled], **named)
+
+
+_TRAINING = {
+    aten.native_batch_norm.default: 5,
+    aten._native_batch_norm_legit.default: 5,
+    aten._native_batch_norm_legit_functional.default: 5,
+}
+"""The position of the flag without which batch norm on a CPU leaves out the statistics; a metadata run has them."""
+
+
+def _as_computed(op: OpOverload, args: Sequence[object], result: object, device: str) -> object:
+    """*result* of a metadata run as the kernels of *device* make it."""
+    flag = _TRAINING.get(op)
+    if flag is None or args[flag] or device != "cpu":
+        return result
+    first, *rest = cast("Sequence[Tensor]", result)
+    return (first, *(value.new_empty(0) if i < 2 else value for i, value in enumerate(rest)))
 
 
 def _flat(result: object) -> list[object]:
@@ -517,6 +578,8 @@ class Signature:
     """Keyword arguments that are written to."""
     is_view: bool
     """Whether a result may share storage with an argument that is not written to."""
+    returns_written: bool
+    """Whether a result is an argument that was written to, as of ``add_`` and of ``out=`` forms."""
 
 
 _signatures: dict[OpOverload, Signature] = {}
@@ -539,7 +602,10 @@ def signature(op: OpOverload) -> Signature:
         view = any(
             r.alias_info is not None and not r.alias_info.is_write for r in schema_of(op).returns
         )
-        found = _signatures[op] = Signature(tuple(written), tuple(names), view)
+        returned = any(
+            r.alias_info is not None and r.alias_info.is_write for r in schema_of(op).returns
+        )
+        found = _signatures[op] = Signature(tuple(written), tuple(names), view, returned)
     return found
 
 
@@ -578,19 +644,15 @@ def _make_plan(
     kwargs: Mapping[str, object],
     specs: list[Spec],
     result: object,
+    *,
+    relay: bool = False,
 ) -> Plan:
+    """Decide how *op* runs; with *relay* what it writes to may move first, and is moved back after."""
     facts = signature(op)
     written = _written_tensors(op, args, kwargs)
-    for position in written:
-        if specs[position].copied_view:
-            msg = (
-                f"{op}: the tensor it writes to is a slice that had to be copied to this rank, so the write would not "
-                "reach the tensor it was taken from. Write through the whole tensor (masked_fill, where, index_put), "
-                "or redistribute so that the slice is local"
-            )
-            raise InPlaceError(msg)
     outputs = [_meta_of(value) for value in _flat(result)]
-    choice = choose(op, rule, args, kwargs, specs, outputs, written)
+    fixed = [] if relay else written
+    choice = choose(op, rule, args, kwargs, specs, outputs, fixed)
     mesh = specs[0].mesh
     targets = [
         spec.with_placements(placements)
@@ -613,6 +675,7 @@ def _make_plan(
         filled, named = _with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
         call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
         local = rule.local(_local_call(call, targets, made))
+    local = hits.BINDINGS.get(op, op) if local is op else local
     single = made[0] if isinstance(result, torch.Tensor) else None
     return Plan(
         mesh=mesh,
@@ -623,6 +686,9 @@ def _make_plan(
         single=single,
         written=written[0] if written and schema_of(op).returns and len(written) == 1 else None,
         inside=mesh.get_coordinate() is not None,
+        writes_back=tuple((i, target, source) for i, source, target in moves if i in written),
+        copied=copied,
+        written_copies=tuple(i for i in written if specs[i].copied_view),
     )
 
 
@@ -688,6 +754,8 @@ def _run(
         return _outside(cls, plan, tensors)
     locals_ = [local_of(tensor) for tensor in tensors]
     if plan.moves:
+        if plan.writes_back and plan.written is not None:
+            _refuse_seen(op, plan, args)
         if plan.communicates:
             moves = (
                 f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in plan.moves
@@ -703,9 +771,85 @@ def _run(
             )
     filled, named = _with_tensors(args, kwargs, locals_)
     result = plan.local(*filled, **named)
+    for position, source, target in plan.writes_back:
+        moved = redistribute_tensor(
+            locals_[position],
+            plan.mesh,
+            tuple(source.shape),
+            source.placements,
+            target.placements,
+        )
+        local_of(tensors[position]).copy_(moved)
+    for position in plan.written_copies:
+        _write_to_base(op, tensors[position])
     if plan.written is not None:
         return tensors[plan.written]
-    return _wrap(cls, plan, result)
+    wrapped = _wrap(cls, plan, result)
+    if plan.copied:
+        for number, part in enumerate(_flat(wrapped)):
+            if isinstance(part, torch.Tensor):
+                part.__dict__[_SOURCE] = _Source(op, args, kwargs, number)
+    return wrapped
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Views that had to be copied
+# --------------------------------------------------------------------------------------------------------------------
+
+_SOURCE = "_hp_source"
+"""Where a tensor that should be a view, and is a copy, keeps where it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How a copy was made that should be a view: the operator with its arguments, and which of its results it is."""
+
+    op: OpOverload
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    number: int
+
+
+def _write_to_base(op: OpOverload, copy: Tensor) -> None:
+    """Write the values of *copy* to where a view would have had them, in the tensor that it was taken from.
+
+    Which elements these are, the view operator says itself, run on the numbers of all elements.
+
+    Raises:
+        InPlaceError: when nobody knows any more what it was taken from.
+    """
+    source: _Source | None = copy.__dict__.get(_SOURCE)
+    if source is None:
+        msg = (
+            f"{op}: the tensor it writes to is a slice that had to be copied to this rank, so the write would not reach the "
+            "tensor it was taken from. Write through the whole tensor (masked_fill, where, index_put), or redistribute so "
+            "that the slice is local"
+        )
+        raise InPlaceError(msg)
+    base = cast("Tensor", source.args[0])
+    with torch.no_grad(), implicit_replication():
+        numbers = torch.arange(base.numel(), device=base.device).view(base.shape)
+        seen = _flat(source.op(numbers, *source.args[1:], **source.kwargs))[source.number]
+        where = cast("Tensor", seen).reshape(-1)
+        flat = base.reshape(-1).index_copy(0, where, copy.detach().reshape(-1))
+        base.copy_(flat.view(base.shape))
+
+
+def _refuse_seen(op: OpOverload, plan: Plan, args: Sequence[object]) -> None:
+    """Raise if somebody holds the tensor that *op* writes to, and which would have to change its layout for that.
+
+    Raises:
+        InPlaceError: naming the layouts. A temporary of torch's own is moved, written and moved back instead.
+    """
+    if alone(args, 0, others=1):
+        return
+    position, target, source = plan.writes_back[0]
+    msg = (
+        f"{op}: in-place operations that require placement changes are not supported: it writes to tensor argument "
+        f"{position} of shape {tuple(source.shape)} laid out as {source.placements}, and runs on {target.placements}. Use "
+        "the out-of-place operator, or redistribute the tensor first"
+    )
+    raise InPlaceError(msg)
 
 
 def dispatch(
@@ -746,24 +890,57 @@ def dispatch_by_rule(
         msg = f"{op}: no distributed tensor among the arguments"
         raise NoRuleError(msg)
     rule = find_rule(op)
+    specs = _admit(op, found)
     if rule is None:
-        decomposed = _decompose(op, args, kwargs)
+        with implicit_replication():  # what is made on the way is the same on every rank
+            decomposed = _decompose(op, args, kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-    specs = _admit(op, found)
     try:
         result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
-    except NotImplementedError:
+        result = _as_computed(op, args, result, specs[0].mesh.device_type)
+    except (NotImplementedError, RuntimeError) as error:
+        by_value = torch.Tag.dynamic_output_shape in op.tags
+        if not by_value and not isinstance(error, NotImplementedError):
+            raise
         return _run_replicated(cls, op, args, kwargs, found, specs)
     composed = _compose(op, args, kwargs, specs, result)
     if composed is not None:
         return composed(*args, **kwargs)
     if rule is None:
         _warn_replicated(op, specs)
-    plan = _make_plan(op, rule, args, kwargs, specs, result)
-    if found.cacheable:
+    try:
+        plan = _make_plan(op, rule, args, kwargs, specs, result)
+    except InPlaceError:
+        if signature(op).returns_written and not alone(args, 0, others=1):
+            raise
+        plan = _make_plan(op, rule, args, kwargs, specs, result, relay=True)
+    if found.cacheable and all(spec.interned for spec in specs):
         _remember(key, plan)
+        _offer(cls, op, args, kwargs, found, plan)
     return _run(cls, op, plan, args, kwargs, found.tensors)
+
+
+def _offer(
+    cls: type,
+    op: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    found: _Arguments,
+    plan: Plan,
+) -> None:
+    """Let the hit path answer the next such call, if *plan* is no more than a local call."""
+    if not plan.inside or plan.moves or plan.copied or plan.written_copies:
+        return
+    returned = None
+    if plan.written is not None:
+        same = (i for i, value in enumerate(args) if value is found.tensors[plan.written])
+        returned = next(same, None)
+        if returned is None:
+            return
+    elif plan.single is None and len(plan.outputs) < 2:
+        return
+    hits.remember(cls, args, kwargs, hits.Hit(op, plan.local, plan.single, plan.outputs, returned))
 
 
 def _compose(
@@ -810,6 +987,9 @@ def refuse_communication(op: OpOverload, what: str) -> None:
 
 def _decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """*op* in terms of simpler operators, run under dispatch; NotImplemented when torch knows no decomposition."""
+    other = rewritten(op)
+    if other is not None:
+        return other(*args, **kwargs)
     composed = decompose(op, args, kwargs)
     if composed is not NotImplemented:
         return composed

@@ -24,21 +24,20 @@ from hp_dtensor._torch import (
     disabled_torch_function,
     mark_parameter,
     new_dtensor,
+    support_foreach,
 )
 from hp_dtensor.checks import check_from_local
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
+from hp_dtensor.hits import dispatcher
 from hp_dtensor.layout import Layout, PlacementsLike, resolve
 from hp_dtensor.placements import REPLICATE, Partial, Placement, gradient_placements
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch._ops import OpOverload
 
 __all__ = ["DTensor", "as_dtensor"]
-
-_DETACH = torch.ops.aten.detach.default
 
 
 class DTensor(TorchDTensor):
@@ -94,18 +93,7 @@ class DTensor(TorchDTensor):
     # What torch's machinery asks
     # ----------------------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
-        cls,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is _DETACH and type(args[0]) is DTensor:
-            # Autograd detaches every gradient that it keeps; this is most of what a layer costs outside of its own.
-            return new_dtensor(DTensor, args[0]._local_tensor.detach(), args[0]._own, False)
-        return dispatch(DTensor, func, args, kwargs or {})
+    __torch_dispatch__ = classmethod(dispatcher(dispatch))  # type: ignore[assignment]  # torch declares it without `func`
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         spec = self._own.torch
@@ -468,3 +456,4 @@ def as_dtensor(tensor: TorchDTensor) -> DTensor:
 
 # What a checkpoint of ours holds, so that torch.load(weights_only=True) takes it. Torch lists its own types itself.
 torch.serialization.add_safe_globals([DTensor, rebuild, TensorMeta, DTensorSpec])
+support_foreach(DTensor)

@@ -126,6 +126,11 @@ class Spec:
         )
 
     @property
+    def interned(self) -> bool:
+        """Whether this is the one description of these facts; one with symbolic sizes is not."""
+        return all(type(number) is int for number in (*self.shape, *self.stride))
+
+    @property
     def is_partial(self) -> bool:
         """Whether some axis still holds addends."""
         return any(placement.is_partial() for placement in self.placements)
