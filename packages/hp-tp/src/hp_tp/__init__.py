@@ -61,6 +61,9 @@ from hp_tp.presets import (
     check_degree,
     llama_plan,
 )
+from hp_tp.recompute import (
+    recompute,
+)
 from hp_tp.report import CollectiveRow, PlanReport, StateRow, plan_report
 from hp_tp.sharding import (
     LocalMapConfig,
@@ -124,6 +127,7 @@ __all__ = [
     "parallelize_module",
     "parallelize_qwen3_5",
     "plan_report",
+    "recompute",
     "register_with_transformers",
     "resolve_placements",
     "sequence_positions",
