@@ -22,6 +22,7 @@ from hp_dtensor.errors import (
     MixedTensorError,
     NoRuleError,
     RedistributeError,
+    ReplicaError,
 )
 from hp_dtensor.layout import Layout
 from hp_dtensor.local import local_map, redistribute_local, to_local
@@ -34,6 +35,7 @@ from hp_dtensor.queries import (
     local_shard_size_and_offset,
 )
 from hp_dtensor.registration import register_sharding
+from hp_dtensor.replicas import ReplicaCheck, check_replicas
 from hp_dtensor.rules import OpCall, OpRule, Strategy, find_rule, register_rule
 from hp_dtensor.spec import Spec
 
@@ -55,6 +57,8 @@ __all__ = [
     "PlannedStep",
     "RedistributeError",
     "RedistributePlan",
+    "ReplicaCheck",
+    "ReplicaError",
     "Replicate",
     "Shard",
     "Spec",
@@ -63,6 +67,7 @@ __all__ = [
     "TensorMeta",
     "__version__",
     "cache_statistics",
+    "check_replicas",
     "clear_caches",
     "clip_grad_norm_",
     "compute_local_shape_and_global_offset",

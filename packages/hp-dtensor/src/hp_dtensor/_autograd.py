@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from hp_dtensor import replicas
 from hp_dtensor._torch import new_dtensor
 from hp_dtensor.errors import RedistributeError
 from hp_dtensor.placements import Partial, Placement, Replicate, gradient_placements
@@ -86,6 +87,7 @@ class _ToLocal(torch.autograd.Function):
     ) -> Tensor:
         ctx.cls, ctx.source, ctx.grad_placements = cls, _spec(tensor), grad_placements  # type: ignore[attr-defined]  # torch leaves these open
         ctx.leaf = tensor.is_leaf  # type: ignore[attr-defined]  # as above
+        ctx.name = replicas.described(tensor) if replicas.watching() else ""  # type: ignore[attr-defined]  # as above
         ctx.set_materialize_grads(False)
         local = cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
         return local.view_as(local)
@@ -101,6 +103,9 @@ class _ToLocal(torch.autograd.Function):
         if 0 in grad.stride():
             # What sum() sends back has one number for all entries; a leaf would keep it as it is and add to it in place.
             grad = grad.contiguous()
+        if replicas.watching():
+            name = f"the gradient of {ctx.name}"  # type: ignore[attr-defined]  # set in forward
+            replicas.compare(grad, source.mesh, held, "backward of to_local()", name)
         out = from_local(ctx.cls, grad, source.mesh, held, source.shape, source.stride, None)  # type: ignore[attr-defined]  # set in forward
         # What a leaf keeps is laid out like it. Elsewhere addends stay addends: a move that came before this one scatters
         # their sum, and combining them here would send every element twice.
@@ -124,6 +129,9 @@ class _FromLocal(torch.autograd.Function):
         ctx.cls, ctx.mesh = cls, mesh  # type: ignore[attr-defined]  # torch leaves these open
         ctx.grad_placements = grad_placements or gradient_placements(placements)  # type: ignore[attr-defined]  # as above
         ctx.set_materialize_grads(False)
+        if replicas.watching():
+            name = f"a local tensor {tuple(local.shape)}"
+            replicas.compare(local, mesh, placements, "from_local()", name)
         spec = make_spec(mesh, placements, shape, stride, local.dtype)
         return new_dtensor(cls, local.detach(), spec, False)
 
@@ -230,6 +238,9 @@ class _RedistributeLocal(torch.autograd.Function):
         async_op: bool,
     ) -> Tensor:
         ctx.facts = (mesh, grad_source, source, shape, backward_dtype or local.dtype, local.dtype)  # type: ignore[attr-defined]  # torch leaves these open
+        if replicas.watching():
+            name = f"a local tensor {tuple(local.shape)}"
+            replicas.compare(local, mesh, source, "redistribute_local()", name)
         if forward_dtype is not None:
             local = local.to(forward_dtype)
         out = redistribute_tensor(local, mesh, shape, source, target, async_op=async_op)
@@ -242,6 +253,9 @@ class _RedistributeLocal(torch.autograd.Function):
             return (None,) * 9
         mesh, held, source, shape, dtype, out_dtype = ctx.facts  # type: ignore[attr-defined]  # set in forward
         wanted = gradient_placements(source)
+        if replicas.watching():
+            name = f"the gradient of the result, {tuple(grad.shape)}"
+            replicas.compare(grad, mesh, held, "backward of redistribute_local()", name)
         # What comes back for this gradient in a second derivative is laid out as the forward's input: the adjoint of
         # the adjoint is the forward's own move.
         out = redistribute_local(

@@ -30,3 +30,26 @@ class InPlaceError(RuntimeError):
 
 class ImplicitCommunicationError(RuntimeError):
     """Inside :func:`hp_dtensor.strict`, an operator would have communicated without being asked to."""
+
+
+class ReplicaError(RuntimeError):
+    """Inside :func:`hp_dtensor.check_replicas`, replicas that claim to be equal are not."""
+
+    def __init__(
+        self, message: str, *, op: str, axis: int, coordinates: tuple[tuple[int, ...], ...]
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        """Where the tensor comes from."""
+        self.axis = axis
+        """The mesh axis along which replicas differ."""
+        self.coordinates = coordinates
+        """Two mesh coordinates whose ranks hold different ones."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        facts = {"op": self.op, "axis": self.axis, "coordinates": self.coordinates}
+        return _replica_error, (str(self), facts)
+
+
+def _replica_error(message: str, facts: dict[str, object]) -> ReplicaError:
+    return ReplicaError(message, **facts)  # type: ignore[arg-type]  # what __reduce__ gave
