@@ -103,6 +103,27 @@ def test_collectives_are_recognised() -> None:
     assert comm.get_total_bytes() == 16 + 16
 
 
+def test_collectives_have_one_name_in_all_namespaces() -> None:
+    """The older namespace and the c10d operators stand for the functional collective; another packet for itself."""
+    functional, ops = torch.ops._c10d_functional, torch.ops
+    for packet in (ops.c10d_functional.all_reduce, ops.c10d.allreduce_, functional.all_reduce):
+        assert seam.functional_packet(packet) is functional.all_reduce
+    for packet in (ops.aten.add, ops.c10d.scatter_):
+        assert seam.functional_packet(packet) is packet
+
+
+@spmd(world_size=2)
+def test_lists_of_ours_go_to_list_operators_by_default() -> None:
+    """Torch's clipping and optimizers look the exact class up in lists of their own."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(1.0, 7.0).view(3, 2)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    norm = torch.nn.utils.get_total_norm([d, d], foreach=True)
+    assert isinstance(norm, DTensor)
+    torch.testing.assert_close(norm.full_tensor(), (2 * (x * x).sum()).sqrt())
+    assert type(d) in seam._optimizer_types
+
+
 @spmd(world_size=2)
 def test_the_fast_constructor_makes_one_of_ours() -> None:
     """_dtensor__new__ stores our spec, and torch's own spec is made from it on demand."""

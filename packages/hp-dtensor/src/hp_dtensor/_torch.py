@@ -25,6 +25,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # what FSDP2 over TP produces; our public name for it is StridedShard
 )
+from torch.optim.optimizer import (
+    _foreach_supported_types as _optimizer_types,  # the classes whose lists optimizers take; public nowhere
+)
+from torch.utils._foreach_utils import (
+    _foreach_supported_types as _foreach_types,  # the same for clipping
+)
 from torch.utils._python_dispatch import (  # metadata runs must not be recorded by a tracer that is at work
     _disable_current_modes as disable_current_modes,
 )
@@ -67,6 +73,7 @@ __all__ = [
     "tree_unflatten",
     "update_metadata",
 ]
+    "support_foreach",
 
 # The fast constructor of torch's own class: 0.9 us less a wrap than `_make_wrapper_subclass`, and the only one that
 # gives a subclass of DTensor the C++ state it expects.
@@ -158,12 +165,14 @@ def functional_twin(op: OpOverload) -> OpOverloadPacket | None:
 
 
 def functional_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
-    """The functional collective that *packet* is called in torch's older namespace; any other packet as it is.
+    """The functional collective that *packet* stands for, by its older namespace or as a c10d operator; else as it is.
 
     ``torch.ops.c10d_functional`` is the one that programs written for torch's own mode look up.
     """
     namespace, _, name = str(packet).partition(".")
-    if namespace != "c10d_functional":
+    if namespace == "c10d":
+        name = _TWINS.get(name, "")
+    elif namespace != "c10d_functional":
         return packet
     return cast("OpOverloadPacket", getattr(_functional, name, packet))
 
@@ -173,6 +182,16 @@ def group_size(args: Sequence[object]) -> int:
     for value in reversed(args):
         if isinstance(value, torch.distributed.ProcessGroup):
             return value.size()
+def support_foreach(kind: type) -> None:
+    """Let optimizers and clipping take lists of *kind* by default, as torch does for its own class.
+
+    Both ask whether the exact class is in a private list; a subclass would fall back to one tensor at a time.
+    """
+    for names in (cast("list[type]", _optimizer_types), cast("list[type]", _foreach_types)):
+        if kind not in names:
+            names.append(kind)
+
+
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             # How c10d's operators take a group.
             return torch.distributed.ProcessGroup.unbox(value).size()

@@ -600,7 +600,8 @@ class Layout:
         return isinstance(other, Layout) and self._value() == other._value()
 
     def __hash__(self) -> int:
-        return hash(self._value())
+        # Without the sizes, which may be symbolic under a compiler and then have no hash.
+        return hash((self.device_mesh, self.placements, self.ndim))
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return Layout._of, (self.device_mesh, self.placements, self.ndim, self.tensor_meta)

@@ -26,7 +26,7 @@ from typing import Literal
 
 from hp_dtensor.errors import LayoutError, RedistributeError
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard, shard_dim
-from hp_dtensor.shards import Intervals, length, local_intervals
+from hp_dtensor.shards import Intervals, cached, length, local_intervals
 
 __all__ = ["Link", "Plan", "Step", "StepKind", "make_plan"]
 
@@ -251,7 +251,7 @@ def make_plan(
     )
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
 def _make_plan(
     shape: tuple[int, ...],
     itemsize: int,
@@ -356,7 +356,7 @@ class _Dim:
     """How much a rank holds after, and how much of that it held before, for each coordinate on the axes, row-major."""
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
 def _compare(size: int, held: _Cuts, wanted: _Cuts) -> _Dim:
     sizes_of = {axis: n for axis, n, _ in (*held, *wanted)}
     axes = tuple(sorted(sizes_of.items()))
@@ -409,7 +409,7 @@ def _cut(size: int, cuts: _Cuts, where: dict[int, int]) -> Intervals:
     return local_intervals(size, tuple((n, where[axis], factor) for axis, n, factor in cuts))
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
 def _most_of_dim(size: int, cuts: _Cuts) -> int:
     return length(local_intervals(size, tuple((n, 0, factor) for _, n, factor in cuts)))
 

@@ -12,8 +12,11 @@ strided) is one more formula to get wrong. Lists are short and the functions are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
+
+from torch import SymInt
 
 from hp_dtensor.placements import Placement, Shard, StridedShard
 
@@ -22,6 +25,7 @@ __all__ = [
     "Intervals",
     "Split",
     "axes_of",
+    "cached",
     "local_box",
     "local_intervals",
     "local_shape",
@@ -38,7 +42,47 @@ Split = tuple[int, int, int]
 """How one axis cuts a dim: its size, the coordinate on it, the split factor (1 for ``Shard``)."""
 
 
-@lru_cache(maxsize=1 << 16)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Keep the last *maxsize* answers of a function of sizes; one with symbolic sizes is computed at each call.
+
+    Under a compiler that lets shapes vary, sizes are expressions. They have no hash, and what they give is an expression
+    again, which is worth keeping only in the graph.
+
+    Example:
+        >>> half = cached(8)(lambda size: size // 2)
+        >>> half(10), half(10)
+        (5, 5)
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = lru_cache(maxsize=maxsize)(function)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return known(*args, **kwargs)
+            except TypeError:
+                if not _symbolic((*args, *kwargs.values())):
+                    raise
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _symbolic(values: Sequence[object]) -> bool:
+    return any(
+        _symbolic(value) if isinstance(value, tuple) else isinstance(value, SymInt)
+        for value in values
+    )
+
+
+@cached(1 << 16)
 def local_intervals(size: int, splits: tuple[Split, ...]) -> Intervals:
     """The indices of a dim that are left after *splits*, first to last.
 
@@ -117,7 +161,7 @@ def axes_of(
     return tuple(tuple(axes) for axes in out)
 
 
-@lru_cache(maxsize=1 << 16)
+@cached(1 << 16)
 def local_box(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
@@ -145,7 +189,7 @@ def local_box(
     )
 
 
-@lru_cache(maxsize=1 << 16)
+@cached(1 << 16)
 def local_shape(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
