@@ -21,7 +21,24 @@ from hp_tp.context_shards import (
     sequence_positions,
     split_sequence,
 )
+from hp_tp.conversion import configs_of_plan, plan_of_configs
 from hp_tp.declared import DeclaredParallel
+from hp_tp.decoder_sharding import (
+    attention_activation_placement,
+    colwise_config,
+    dense_activation_placement,
+    dense_param_placement,
+    dense_sequence_parallel_placement,
+    norm_config,
+    pre_lm_head_norm_config,
+    rowwise_config,
+    set_decoder_sharding_config,
+    set_dense_ffn_sharding,
+    set_gqa_attention_sharding,
+    set_gqa_inner_attention_local_map,
+    set_qkv_linear_sharding,
+    token_id_placement,
+)
 from hp_tp.errors import (
     BoundaryError,
     ContextParallelError,
@@ -61,6 +78,7 @@ from hp_tp.presets import (
     check_degree,
     llama_plan,
 )
+from hp_tp.protocol import Module, parallelize, unparallelize
 from hp_tp.recompute import (
     recompute,
 )
@@ -94,6 +112,7 @@ __all__ = [
     "KVHeadParallel",
     "LocalMapConfig",
     "Match",
+    "Module",
     "MultiheadAttentionParallel",
     "NoParallel",
     "ParallelPlan",
@@ -117,19 +136,37 @@ __all__ = [
     "UnmatchedKeyError",
     "UnsupportedModuleError",
     "__version__",
+    "attention_activation_placement",
     "check_degree",
+    "colwise_config",
+    "configs_of_plan",
     "context_parallel_attention",
+    "dense_activation_placement",
+    "dense_param_placement",
+    "dense_sequence_parallel_placement",
     "hugging_face_plan",
     "join_sequence",
     "llama_plan",
     "match_plan",
+    "norm_config",
+    "parallelize",
     "parallelize_llama",
     "parallelize_module",
     "parallelize_qwen3_5",
+    "plan_of_configs",
     "plan_report",
+    "pre_lm_head_norm_config",
     "recompute",
     "register_with_transformers",
     "resolve_placements",
+    "rowwise_config",
     "sequence_positions",
+    "set_decoder_sharding_config",
+    "set_dense_ffn_sharding",
+    "set_gqa_attention_sharding",
+    "set_gqa_inner_attention_local_map",
+    "set_qkv_linear_sharding",
     "split_sequence",
+    "token_id_placement",
+    "unparallelize",
 ]

@@ -45,7 +45,7 @@ from hp_tp.norm import SequenceParallel
 from hp_tp.prepare import PrepareModuleInput, PrepareModuleOutput
 from hp_tp.sharding import LayoutLike, LocalMapConfig, ShardingConfig, SpmdType
 from hp_tp.style import CombinedParallel, ParallelStyle
-from hp_tp.substitution import original_class, substitute
+from hp_tp.substitution import exchange_attribute, original_class, substitute
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class PackedParallel(ParallelStyle):
         if config is not None and any(size % _KERNEL_ALIGNMENT for size in rows):
             own = copy.copy(config)
             own._experts_implementation = "eager"  # noqa: SLF001  # the name that transformers reads
-            setattr(module, "config", own)  # noqa: B010  # not declared on nn.Module
+            exchange_attribute(module, "config", own)
 
 
 _KERNEL_ALIGNMENT = 16
@@ -336,7 +336,7 @@ class HeadsParallel(ParallelStyle):
         """Set the number of query heads to a key-value head."""
         ranks = device_mesh.size()
         if ranks > self.kv_heads and hasattr(module, "num_key_value_groups"):
-            setattr(module, "num_key_value_groups", self.heads // ranks)  # noqa: B010  # not declared on nn.Module
+            exchange_attribute(module, "num_key_value_groups", self.heads // ranks)
         return module
 
 

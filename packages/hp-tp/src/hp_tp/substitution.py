@@ -20,13 +20,22 @@ from torch import nn
 
 from hp_tp.errors import PlanError
 
-__all__ = ["Forward", "Wrapper", "original_class", "restore", "substitute", "wrapper_of"]
+__all__ = [
+    "Forward",
+    "Wrapper",
+    "exchange_attribute",
+    "original_class",
+    "restore",
+    "substitute",
+    "wrapper_of",
+]
 
 Forward: TypeAlias = Callable[..., object]
 """The unbound forward that a wrapper stands in front of: the module is its first argument."""
 
 _WRAPPER = "_tensor_parallel"
 _BASE = "_tensor_parallel_base"
+_BEFORE = "_before_tensor_parallel"
 
 
 class Wrapper(Protocol):
@@ -81,13 +90,20 @@ def substitute(module: nn.Module, wrapper: Wrapper) -> None:
     module.__dict__[_WRAPPER] = wrapper if before is None else _Stacked(wrapper, before)
 
 
-def restore(module: nn.Module) -> bool:
-    """Give *module* its own class and forward back; return whether it had others."""
-    if wrapper_of(module) is None:
-        return False
-    del module.__dict__[_WRAPPER]
-    module.__class__ = original_class(module)
-    return True
+def exchange_attribute(module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute of *module*, and remember what it was for :func:`restore`."""
+    before: dict[str, object] = module.__dict__.setdefault(_BEFORE, {})
+    before.setdefault(name, getattr(module, name))
+    setattr(module, name, value)
+
+
+def restore(module: nn.Module) -> None:
+    """Give *module* its own class, forward and attributes back."""
+    for name, value in module.__dict__.pop(_BEFORE, {}).items():
+        setattr(module, name, value)
+    if wrapper_of(module) is not None:
+        del module.__dict__[_WRAPPER]
+        module.__class__ = original_class(module)
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
