@@ -69,11 +69,11 @@ __all__ = [
     "new_dtensor",
     "schema_of",
     "storage_owners",
+    "support_foreach",
     "tree_flatten",
     "tree_unflatten",
     "update_metadata",
 ]
-    "support_foreach",
 
 # The fast constructor of torch's own class: 0.9 us less a wrap than `_make_wrapper_subclass`, and the only one that
 # gives a subclass of DTensor the C++ state it expects.
@@ -167,7 +167,7 @@ def functional_twin(op: OpOverload) -> OpOverloadPacket | None:
 def functional_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
     """The functional collective that *packet* stands for, by its older namespace or as a c10d operator; else as it is.
 
-    ``torch.ops.c10d_functional`` is the one that programs written for torch's own mode look up.
+    ``torch.ops.c10d_functional`` is the namespace that programs written for torch's own mode look up.
     """
     namespace, _, name = str(packet).partition(".")
     if namespace == "c10d":
@@ -177,11 +177,6 @@ def functional_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
     return cast("OpOverloadPacket", getattr(_functional, name, packet))
 
 
-def group_size(args: Sequence[object]) -> int:
-    """The size of the process group among the arguments of a collective: given as a group, or by its name."""
-    for value in reversed(args):
-        if isinstance(value, torch.distributed.ProcessGroup):
-            return value.size()
 def support_foreach(kind: type) -> None:
     """Let optimizers and clipping take lists of *kind* by default, as torch does for its own class.
 
@@ -192,6 +187,11 @@ def support_foreach(kind: type) -> None:
             names.append(kind)
 
 
+def group_size(args: Sequence[object]) -> int:
+    """The size of the process group among the arguments of a collective: given as a group, or by its name."""
+    for value in reversed(args):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            return value.size()
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             # How c10d's operators take a group.
             return torch.distributed.ProcessGroup.unbox(value).size()
