@@ -17,7 +17,7 @@ import contextvars
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -41,7 +41,7 @@ from hp_dtensor.errors import (
     MixedTensorError,
     NoRuleError,
 )
-from hp_dtensor.placements import REPLICATE, shard_dim
+from hp_dtensor.placements import REPLICATE, Shard, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.rules import (
     LocalCall,
@@ -52,7 +52,7 @@ from hp_dtensor.rules import (
     common_strategies,
     find_rule,
 )
-from hp_dtensor.rules._registry import on_change
+from hp_dtensor.rules._registry import aten_ops, on_change
 from hp_dtensor.rules.composed import compose
 from hp_dtensor.rules.rewritten import rewritten
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
@@ -75,6 +75,7 @@ _statistics = {"hits": 0, "misses": 0, "evictions": 0}
 _lock = threading.Lock()
 _warned: set[str] = set()
 _handlers: dict[OpOverload, Handler] = {}
+_DRAW = "draw into a tensor with uniform_, normal_ or bernoulli_ and compute from that, or use to_local() first"
 _families: list[tuple[tuple[str, ...], Handler]] = []
 
 _implicit_replication: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -370,11 +371,13 @@ def infer_outputs(
         return op(*[_meta(value) for value in filled], **named)
 
 
-_TRAINING = {
-    aten.native_batch_norm.default: 5,
-    aten._native_batch_norm_legit.default: 5,
-    aten._native_batch_norm_legit_functional.default: 5,
-}
+_TRAINING = dict.fromkeys(
+    aten_ops(
+        *("native_batch_norm.default", "_native_batch_norm_legit.default"),
+        "_native_batch_norm_legit_functional.default",
+    ),
+    5,
+)
 """The position of the flag without which batch norm on a CPU leaves out the statistics; a metadata run has them."""
 
 
@@ -447,16 +450,29 @@ def _variants(
 
     There is one if the sizes divide; a strategy of the next axis must hold for all.
     """
-    found: dict[Metas, None] = {}
-    for metas in left:
-        for coordinate in range(size):
-            found[
-                tuple(
-                    _shrunk(meta, place, size, coordinate)
-                    for meta, place in zip(metas, placements, strict=True)
-                )
-            ] = None
-    return list(found)
+    made = [
+        tuple(
+            _shrunk(meta, place, size, coordinate)
+            for meta, place in zip(metas, placements, strict=True)
+        )
+        for metas in left
+        for coordinate in (range(1) if _divides(metas, placements, size) else range(size))
+    ]
+    try:
+        return list(dict.fromkeys(made))
+    except TypeError:  # symbolic sizes, under a compiler, have no hash
+        return made
+
+
+def _divides(metas: Metas, placements: Sequence[Placement | None], size: int) -> bool:
+    """Whether each dim of *metas* that *placements* cut is left with the same size on all of *size* ranks."""
+    return all(
+        meta is None
+        or place is None
+        or (dim := shard_dim(place)) is None
+        or (type(place) is Shard and meta.shape[dim] % size == 0)
+        for meta, place in zip(metas, placements, strict=True)
+    )
 
 
 def meta_of(spec: Spec) -> TensorMeta:
@@ -896,6 +912,9 @@ def dispatch_by_rule(
             decomposed = _decompose(op, args, kwargs)
         if decomposed is not NotImplemented:
             return decomposed
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            msg = f"{op}: draws random numbers in a way that no rule describes, so ranks would draw different ones; {_DRAW}"
+            raise NoRuleError(msg)
     try:
         result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
         result = _as_computed(op, args, result, specs[0].mesh.device_type)

@@ -25,7 +25,7 @@ from hp_dtensor.dispatch import (
 from hp_dtensor.errors import InPlaceError, MixedTensorError
 from hp_dtensor.placements import REPLICATE
 from hp_dtensor.rules._registry import aten_ops
-from hp_dtensor.spec import Spec, spec_of
+from hp_dtensor.spec import Spec, make_spec, spec_of
 from hp_dtensor.temporaries import alone
 
 if TYPE_CHECKING:
@@ -129,6 +129,44 @@ def _allclose(
 ) -> bool:
     close = torch.isclose(*cast("tuple[Tensor, Tensor]", args[:2]), *args[2:], **kwargs)  # type: ignore[arg-type]  # tolerances
     return bool(close.all())
+
+
+@handles(*cast("tuple[OpOverload, ...]", aten_ops("_linalg_check_errors.default")))
+def _check_errors(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    """Each rank looks at what all found, or only some would raise."""
+    whole = _whole(op, cast("Tensor", args[0])).contiguous()
+    return op(whole, *args[1:], **kwargs)
+
+
+@handles(aten.resize_.default)
+def _resize(
+    _cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
+) -> object:
+    """Another shape for the same memory makes sense of a whole tensor only, and so it becomes one."""
+    target = cast("Tensor", args[0])
+    before = cast("Spec", spec_of(target))
+    shape = tuple(cast("Sequence[int]", args[1]))
+    if shape == tuple(before.shape):
+        return target
+    whole = _whole(op, target).contiguous()
+    whole = whole.clone().resize_(shape)
+    spec = make_spec(
+        before.mesh, (REPLICATE,) * before.mesh.ndim, shape, whole.stride(), whole.dtype
+    )
+    target._local_tensor = whole  # type: ignore[attr-defined]  # it is a DTensor
+    target._own = spec  # type: ignore[attr-defined]  # as above
+    update_metadata(op, args)
+    return target
+
+
+@handles(aten.resize_as_.default)
+def _resize_as(
+    cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    target, model = cast("Tensor", args[0]), cast("Tensor", args[1])
+    return _resize(cls, aten.resize_.default, (target, list(model.shape)), kwargs)
 
 
 _RESHAPES = {

@@ -43,7 +43,7 @@ def alone(values: Iterable[object], position: int, *, others: int = 0) -> bool:
 
 def owns_memory(tensor: torch.Tensor) -> bool:
     """Whether nobody from Python sees the memory of the plain *tensor*: it is its own, or that of another temporary."""
-    if storage_owners(tensor) <= 2:  # noqa: PLR2004  # itself, and the handle that asks
+    if storage_owners(tensor) <= 2:  # itself, and the handle that asks
         return True
     base = base_of(tensor)
     return base is not None and alone((base,), 0, others=1)

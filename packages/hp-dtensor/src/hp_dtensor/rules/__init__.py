@@ -3,6 +3,7 @@
 - `_registry`  what a rule is told and answers; the table
 - `_labels`    sharding by names of dims, the language of most rules
 - `composed`   operators over a cut dim, in terms of smaller ones
+- `rewritten`  operators without strategies, in terms of others
 - one module per family of operators, which fills the table when it is imported
 """
 

@@ -256,6 +256,84 @@ def _cdist(call: OpCall) -> Iterator[Strategy]:
 register_rule(aten_ops("_cdist_forward.default", "_euclidean_dist.default"), _cdist)
 
 
+def _cdist_backward(call: OpCall) -> Iterator[Strategy]:
+    """``(grad, x1, x2, p, distance)``: the gradient of the first rows, summed over the second ones."""
+    batch = broadcast_dims(call.tensors[0])[:-2]
+    pairs: Dims = [*batch, "p", "r"]
+    yield from label_strategies(
+        call,
+        [
+            pairs,
+            [*broadcast_dims(call.tensors[1])[:-2], "p", None],
+            [*broadcast_dims(call.tensors[2])[:-2], "r", None],
+            pairs,
+        ],
+        [[*broadcast_dims(call.output)[:-2], "p", None]],
+        empty=False,
+    )
+
+
+register_rule(aten_ops("_cdist_backward.default"), _cdist_backward, linear=_linear)
+
+
+def _trilinear(call: OpCall) -> Iterator[Strategy]:
+    """``(i1, i2, i3, expand1, expand2, expand3, sumdim)``: a product after new dims, summed over some."""
+    expanded = [as_dims(call.arg(position), 1 << 30) for position in (3, 4, 5)]
+    summed = as_dims(call.arg(6), 1 << 30)
+    count = len(call.tensors[0].shape) + len(expanded[0])
+    dims = [[dim for dim in range(count) if dim not in new] for new in expanded]
+    yield from label_strategies(call, dims, [[dim for dim in range(count) if dim not in summed]])
+
+
+register_rule(
+    aten_ops("_trilinear.default"),
+    _trilinear,
+    linear=lambda call: linear_in(call, [[0], [1], [2]]),
+)
+
+
+def _loosely_batched(call: OpCall) -> Iterator[Strategy]:
+    """Matrices in a batch, with tolerances that are numbers or have the batch's dims."""
+    batch = len(call.tensors[0].shape) - 2
+
+    def dims(meta: TensorMeta) -> Dims:
+        alike = meta.shape[:batch] == call.tensors[0].shape[:batch]
+        return [dim if alike and dim < batch else None for dim in range(len(meta.shape))]
+
+    yield from label_strategies(
+        call, [dims(meta) for meta in call.tensors], [dims(call.output)], reduce=None, empty=False
+    )
+
+
+register_rule(
+    aten_ops("linalg_pinv.atol_rtol_tensor", "linalg_pinv.atol_rtol_float"), _loosely_batched
+)
+
+
+def _least_squares(call: OpCall) -> Iterator[Strategy]:
+    """``linalg_lstsq``: results that were not asked for are empty and have no batch."""
+    batch = len(call.tensors[0].shape) - 2
+    shape = call.tensors[0].shape[:batch]
+    if any(meta.shape[:batch] != shape for meta in call.tensors):
+        return
+
+    def dims(meta: TensorMeta) -> Dims | Placement:
+        if meta.shape[:batch] != shape:
+            return REPLICATE
+        return [dim if dim < batch else None for dim in range(len(meta.shape))]
+
+    yield from label_strategies(
+        call,
+        [[dim if dim < batch else None for dim in range(len(m.shape))] for m in call.tensors],
+        [None if meta is None else dims(meta) for meta in call.outputs],
+        reduce=None,
+        empty=False,
+    )
+
+
+register_rule(aten_ops("linalg_lstsq.default"), _least_squares)
+
+
 def _diagonal_matrix(call: OpCall) -> Iterator[Strategy]:
     """``diag_embed(self, offset, dim1, dim2)``: the last dim becomes two."""
     ndim = len(call.output.shape)

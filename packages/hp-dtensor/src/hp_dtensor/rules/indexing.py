@@ -323,6 +323,15 @@ def _diagonal_backward(call: OpCall) -> Iterator[Strategy]:
     )
 
 
+def _diagonal_scatter(call: OpCall) -> Iterator[Strategy]:
+    """``(self, src, offset, dim1, dim2)``; the source has the diagonal as its last dim."""
+    ndim = len(call.output.shape)
+    dims = as_dims([call.arg(3, "dim1", 0), call.arg(4, "dim2", 1)], ndim)
+    names = [None if position in dims else position for position in range(ndim)]
+    diagonal: Dims = [*(name for name in names if name is not None), None]
+    yield from label_strategies(call, [names, diagonal], [names], reduce=None)
+
+
 def _sized_local(local: LocalCall) -> Callable[..., object]:
     """Put the size of the local result in place of ``input_sizes``."""
     size = local.output_local_shapes[0] or ()
@@ -449,6 +458,7 @@ register_rule(
 register_rule(
     aten_ops("diagonal_backward.default"), _diagonal_backward, local=_sized_local, linear=FIRST
 )
+register_rule(aten_ops("diagonal_scatter.default"), _diagonal_scatter, linear=_groups([0, 1]))
 register_rule(aten_ops("slice_scatter.default"), _slice_scatter, linear=_groups([0, 1]))
 register_rule(aten_ops("select_scatter.default"), _select_scatter, linear=_groups([0, 1]))
 register_rule(

@@ -181,6 +181,32 @@ def _grouped(call: OpCall) -> Iterator[Strategy]:
     )
 
 
+def _scaled(call: OpCall) -> Iterator[Strategy]:
+    """``_scaled_mm(self, mat2, scale_a, scale_b, bias)``: eight bits a factor, and scales for all or for each row.
+
+    What is summed over stays whole: the kernel rounds its result, which would then be rounded before the sum.
+    """
+    left, right = call.tensors[:2]
+
+    def dims(meta: TensorMeta) -> Dims:
+        if meta.shape == (left.shape[0], 1):
+            return ["i", None]
+        if meta.shape == (1, right.shape[1]):
+            return [None, "j"]
+        return ["j"] if meta.shape == (right.shape[1],) else [None] * len(meta.shape)
+
+    others = call.tensors[2:]
+    if all(meta.numel == 1 or None not in dims(meta) or "i" in dims(meta) for meta in others):
+        yield from label_strategies(
+            call,
+            [["i", None], [None, "j"], *map(dims, others)],
+            [["i", "j"]],
+            reduce=None,
+            empty=False,
+        )
+
+
 register_rule(aten_ops("_grouped_mm.default"), _grouped, linear=FACTORS)
+register_rule(aten_ops("_scaled_mm.default"), _scaled)
 register_rule(aten_ops("linear"), _linear, linear=_linear_groups)
 register_rule(aten_ops("matmul"), _matmul, linear=FACTORS)

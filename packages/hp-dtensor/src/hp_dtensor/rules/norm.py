@@ -160,6 +160,21 @@ def _per_channel(meta: TensorMeta) -> Dims:
     return ["n", "c", *[None] * (len(meta.shape) - 2)]
 
 
+def _always_training(call: OpCall) -> Iterator[Strategy]:
+    """Batch norm that takes the statistics of the batch in any case."""
+    yield from label_strategies(
+        call,
+        [_per_channel(meta) for meta in call.tensors],
+        [
+            None if meta is None else _per_channel(meta) if meta.numel else Replicate()
+            for meta in call.outputs
+        ],
+        labels=["c"],
+        reduce=None,
+        empty=False,
+    )
+
+
 register_rule(
     aten_ops(
         *("native_batch_norm.default", "_native_batch_norm_legit.default"),
@@ -168,7 +183,15 @@ register_rule(
     _batch_norm(5),
 )
 register_rule(aten_ops("_native_batch_norm_legit.no_stats"), _batch_norm(3))
-register_rule(aten_ops("_native_batch_norm_legit_no_training.default"), _batch_norm(None))
+register_rule(
+    aten_ops("_native_batch_norm_legit_no_training.default", "_batch_norm_no_update.default"),
+    _batch_norm(None),
+)
+register_rule(
+    aten_ops("_batch_norm_with_update.default", "_batch_norm_with_update_functional.default"),
+    _always_training,
+)
+register_rule(aten_ops("batch_norm_backward.default"), _batch_norm(7, gradients=True))
 register_rule(aten_ops("native_batch_norm_backward.default"), _batch_norm(7, gradients=True))
 
 register_rule(aten_ops("native_layer_norm.default", "_fused_rms_norm.default"), _layer_norm)

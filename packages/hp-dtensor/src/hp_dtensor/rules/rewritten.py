@@ -90,6 +90,10 @@ def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -
 # --- distances between the rows of one matrix -------------------------------------------------
 
 
+(_distances,) = aten_ops("_cdist_forward.default")
+(_distances_backward,) = aten_ops("_cdist_backward.default")
+
+
 def _pairs(rows: int, device: torch.device) -> Tensor:
     return torch.triu_indices(rows, rows, 1, device=device)
 
@@ -97,7 +101,7 @@ def _pairs(rows: int, device: torch.device) -> Tensor:
 @_stands_for("_pdist_forward.default")
 def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
     first, second = _pairs(x.shape[0], x.device)
-    return torch.ops.aten._cdist_forward.default(x, x, p, None)[first, second]
+    return _distances(x, x, p, None)[first, second]
 
 
 @_stands_for("_pdist_backward.default")
@@ -109,7 +113,7 @@ def _pdist_backward(grad: Tensor, x: Tensor, p: float, distance: Tensor) -> Tens
         for each in (grad, distance)
     )
     weight, length = weight + weight.t(), length + length.t()
-    return torch.ops.aten._cdist_backward.default(weight.contiguous(), x, x, p, length)
+    return _distances_backward(weight.contiguous(), x, x, p, length)
 
 
 # --- margin losses ----------------------------------------------------------------------------

@@ -326,11 +326,14 @@ def _expand_local(local: LocalCall) -> Callable[..., torch.Tensor]:
     size = local.output_local_shapes[0] or ()
     op = local.call.op
 
-    def run(tensor: torch.Tensor, _size: object, **kwargs: object) -> torch.Tensor:
+    def view(tensor: torch.Tensor, _size: object, **_implicit: object) -> torch.Tensor:
+        return tensor.expand(size)
+
+    def copy(tensor: torch.Tensor, _size: object, **kwargs: object) -> torch.Tensor:
         result: torch.Tensor = op(tensor, size, **kwargs)
         return result
 
-    return run
+    return view if op is torch.ops.aten.expand.default else copy
 
 
 register_rule(aten_ops("expand", "expand_copy"), moved(_expand), local=_expand_local)

@@ -114,9 +114,7 @@ def draw_layouts(
     if at_most is None or count <= at_most:
         return list(itertools.product(*each))
     generator = random.Random(seed)  # noqa: S311
-    return [
-        _numbered(each, number) for number in sorted(generator.sample(range(count), at_most))
-    ]
+    return [_numbered(each, number) for number in sorted(generator.sample(range(count), at_most))]
 
 
 def _numbered(each: Sequence[Sequence[tuple[Placement, ...]]], number: int) -> Layout:
@@ -233,7 +231,10 @@ class _Program:
         self.gradient, self.seed = gradient, seed
         self.inputs = list(_tensors([self.args, self.kwargs]))
         self.results, self.gradients = self._run(
-            [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.inputs]
+            [
+                tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                for tensor in self.inputs
+            ]
         )
 
     def _run(
