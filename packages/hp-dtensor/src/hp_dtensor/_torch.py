@@ -58,21 +58,26 @@ __all__ = [
     "base_of",
     "decompose",
     "decomposition_of",
+    "define_operator",
     "disable_current_modes",
     "disabled_torch_function",
     "functional_packet",
     "functional_twin",
+    "group_by_name",
     "group_size",
+    "is_traced",
     "local_scalar",
     "mark_parameter",
     "mask_of",
     "new_dtensor",
+    "read_seed_field",
     "schema_of",
     "storage_owners",
     "support_foreach",
     "tree_flatten",
     "tree_unflatten",
     "update_metadata",
+    "write_seed_field",
 ]
 
 # The fast constructor of torch's own class: 0.9 us less a wrap than `_make_wrapper_subclass`, and the only one that
@@ -208,3 +213,51 @@ def mask_of(placement: Placement) -> Tensor | None:
     if isinstance(placement, MaskPartial):
         return placement.mask_buffer.data
     return None
+
+
+def group_by_name(name: str) -> torch.distributed.ProcessGroup:
+    """The process group called *name*; a graph can hold only the name."""
+    return _resolve_process_group(cast("GroupName", name))
+
+
+_TRACERS = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
+)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether operators on *tensor* are recorded rather than run: torch has no public word for it below autograd."""
+    return type(tensor) is not torch.Tensor or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    )
+
+
+# The state of a CPU generator begins with the seed that `initial_seed` reports. Nothing that is drawn depends on it, and
+# the layout of the state is written down nowhere.
+_SEED_BYTES = 8
+
+
+def read_seed_field(generator: torch.Generator) -> int:
+    """The seed that a CPU generator remembers, 64 bits without sign."""
+    return generator.initial_seed() & (2**64 - 1)
+
+
+def write_seed_field(generator: torch.Generator, value: int) -> None:
+    """Let a CPU generator remember *value* as its seed, and go on drawing what it would have drawn."""
+    state = generator.get_state()
+    state[:_SEED_BYTES] = torch.tensor(
+        list(value.to_bytes(_SEED_BYTES, "little")), dtype=torch.uint8
+    )
+    generator.set_state(state)
+
+
+_library = torch.library.Library("hp_dtensor", "FRAGMENT")
+
+
+def define_operator(
+    name: str, schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]
+) -> None:
+    """Make ``torch.ops.hp_dtensor.<name>``, an operator that draws; torch's public function gives it no kernel without tensors."""
+    _library.define(name + schema, tags=(torch.Tag.nondeterministic_seeded,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hp_dtensor::{name}", fake, lib=_library)

@@ -1,0 +1,468 @@
+"""Operators that draw random numbers, on distributed tensors.
+
+The idea: each is a few draws into tensors made after the model of its arguments, and arithmetic that has rules of its own.
+So only the in-place operators (``normal_``, ``bernoulli_``, ...) draw, each once, into this rank's piece, by
+:mod:`hp_dtensor.random`; what has to see all values to sample (``multinomial``, ``poisson``) samples on the whole, alike on
+every rank.
+
+The rule: nothing is ever drawn into addends. A tensor like a Partial one is replicated, and drawing into a Partial one is an
+error, as is an operator that draws and is not known here: it would draw other numbers on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Generator, Tensor
+
+from hp_dtensor import random
+from hp_dtensor._torch import new_dtensor, schema_of
+from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on, refuse_communication
+from hp_dtensor.errors import InPlaceError, LayoutError
+from hp_dtensor.placements import REPLICATE, gradient_placements, shard_dim
+from hp_dtensor.random import Draw, Peers, Piece, policy_of
+from hp_dtensor.rules._registry import aten_ops
+from hp_dtensor.spec import Spec, make_spec, spec_of
+
+if TYPE_CHECKING:
+    from hp_mesh import DeviceMesh
+    from torch._ops import OpOverload
+
+__all__ = ["draw_into", "peers_of", "piece_of"]
+
+aten = torch.ops.aten
+
+
+# --- one draw ---------------------------------------------------------------------------------
+
+
+def peers_of(mesh: DeviceMesh, what: object) -> Peers:
+    """The ranks of *mesh*, as those that must draw the same; *what* is named if they may not talk about it."""
+
+    def refuse() -> None:
+        refuse_communication(
+            cast("OpOverload", what),
+            "the ranks of the mesh were not seeded by hp_dtensor.manual_seed or seed_everything, so each draw begins with "
+            "a broadcast of what its numbers come from",
+        )
+
+    return Peers(
+        mesh.rank_list,
+        lambda: [mesh.get_group(axis) for axis, size in enumerate(mesh.shape) if size > 1],
+        torch.device(mesh.device_type),
+        refuse,
+    )
+
+
+def piece_of(spec: Spec) -> Piece:
+    """What this rank holds of the tensor that *spec* describes; nothing outside of the mesh."""
+    number = 0
+    for axis, (size, placement) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True)):
+        if size > 1 and shard_dim(placement) is not None:
+            number = number * size + (spec.coordinate or (0,) * spec.mesh.ndim)[axis]
+    return Piece(tuple(spec.shape), spec.stride, spec.local_box, number)
+
+
+def draw_into(
+    local: Tensor, spec: Spec, draw: Draw, generator: Generator | None, what: object
+) -> None:
+    """Fill *local*, this rank's piece of the tensor that *spec* describes; *what* is named in errors.
+
+    Raises:
+        LayoutError: when an axis holds addends.
+    """
+    if spec.is_partial:
+        msg = (
+            f"{what}: cannot draw into a tensor laid out as {spec.placements}: its ranks hold addends, and a sum of draws is "
+            "not a draw. Redistribute it to Replicate() or Shard(dim) first"
+        )
+        raise LayoutError(msg)
+    policy = policy_of(spec.mesh.device_type)
+    if spec.coordinate is None:
+        random.pass_by(piece_of(spec), draw, policy, spec.dtype, generator)
+        return
+    random.fill(local, piece_of(spec), draw, policy, peers_of(spec.mesh, what), generator)
+
+
+# --- in place ---------------------------------------------------------------------------------
+
+
+def _arguments(
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """All arguments of a call by name, with the defaults of the schema."""
+    declared = schema_of(op).arguments
+    found = {argument.name: argument.default_value for argument in declared}
+    found.update(zip((argument.name for argument in declared), args, strict=False))
+    found.update(kwargs)
+    return found
+
+
+def _written(op: OpOverload, tensor: Tensor) -> Spec:
+    spec = cast("Spec", spec_of(tensor))
+    if spec.copied_view:
+        msg = (
+            f"{op}: the tensor it writes to is a slice that had to be copied to this rank, so the write would not reach the "
+            "tensor it was taken from. Draw into the whole tensor, or redistribute so that the slice is local"
+        )
+        raise InPlaceError(msg)
+    return spec
+
+
+def _generator(named: Mapping[str, object]) -> Generator | None:
+    return cast("Generator | None", named.get("generator"))
+
+
+_IN_PLACE = aten_ops(
+    "bernoulli_.float",
+    "cauchy_.default",
+    "exponential_.default",
+    "geometric_.default",
+    "log_normal_.default",
+    "normal_.default",
+    "random_.default",
+    "random_.from",
+    "random_.to",
+    "uniform_.default",
+)
+
+
+@handles(*cast("Sequence[OpOverload]", _IN_PLACE))
+def _in_place(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    tensor = cast("Tensor", named.pop("self"))
+    generator = cast("Generator | None", named.pop("generator"))
+    draw = Draw(str(op).split(".")[1], cast("tuple[float, ...]", tuple(named.values())))
+    draw_into(local_of(tensor), _written(op, tensor), draw, generator, op)
+    return tensor
+
+
+def _whole(op: OpOverload, tensor: Tensor) -> Tensor:
+    """The whole of *tensor*, plain."""
+    spec = spec_of(tensor)
+    if spec is None:
+        return tensor
+    return local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+
+
+@handles(aten.bernoulli_.Tensor)
+def _bernoulli_by_tensor(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    tensor, chance = cast("tuple[Tensor, Tensor]", (named["self"], named["p"]))
+    spec = spec_of(tensor)
+    if spec is None:
+        msg = f"{op}: a plain tensor cannot take draws by distributed probabilities; give probabilities.full_tensor()"
+        raise LayoutError(msg)
+    _written(op, tensor)
+    if spec.is_partial or spec.coordinate is None:
+        draw_into(local_of(tensor), spec, Draw("bernoulli_", (0.5,)), _generator(named), op)
+        return tensor
+    local, piece = local_of(tensor), piece_of(spec)
+    if policy_of(spec.mesh.device_type) == "host":
+        whole = _whole(op, chance).expand(spec.shape)
+        drawn = random.sample(
+            "bernoulli", [whole], (), "host", peers_of(spec.mesh, op), _generator(named)
+        )
+        local.copy_(random.cut(drawn, piece.box))
+        return tensor
+    own = spec_of(chance)
+    if own is not None and own.shape == spec.shape:
+        held = local_on(op, chance, own, own.with_placements(spec.placements))
+    else:
+        held = random.cut(_whole(op, chance).expand(spec.shape), piece.box)
+    kind = torch.float64 if chance.dtype == torch.float64 else torch.float32
+    level = torch.empty(held.shape, dtype=kind, device=local.device)
+    draw_into(level, spec.with_dtype(kind), Draw("uniform_", (0.0, 1.0)), _generator(named), op)
+    local.copy_(level < held)
+    return tensor
+
+
+# --- out of place -----------------------------------------------------------------------------
+
+
+def _like(model: Tensor, named: Mapping[str, object], draw: Draw) -> Tensor:
+    """A tensor like *model*, drawn."""
+    keys = ("dtype", "layout", "device", "pin_memory", "memory_format")
+    options = {name: named[name] for name in keys if named.get(name) is not None}
+    made = cast("Callable[..., Tensor]", torch.empty_like)(model, **options)
+    method = getattr(made, draw.name)
+    return cast("Tensor", method(*draw.params, generator=_generator(named)))
+
+
+def _model(tensor: Tensor) -> Tensor:
+    """What to make results after: *tensor*, without its addends."""
+    spec = spec_of(tensor)
+    return tensor if spec is None or not spec.is_partial else torch.empty_like(tensor)
+
+
+@handles(*cast("Sequence[OpOverload]", aten_ops("rand_like.default", "rand_like.generator")))
+def _rand_like(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    return _like(cast("Tensor", named["self"]), named, Draw("uniform_", (0.0, 1.0)))
+
+
+@handles(*cast("Sequence[OpOverload]", aten_ops("randn_like.default", "randn_like.generator")))
+def _randn_like(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    return _like(cast("Tensor", named["self"]), named, Draw("normal_", (0.0, 1.0)))
+
+
+_RANDINT_LIKE = aten_ops(
+    *(f"randint_like.{name}" for name in ("default", "generator", "Tensor", "Tensor_generator")),
+    *("randint_like.low_dtype", "randint_like.low_generator_dtype"),
+)
+
+
+@handles(*cast("Sequence[OpOverload]", _RANDINT_LIKE))
+def _randint_like(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    low, high = named.get("low", 0), named["high"]
+    if isinstance(high, Tensor):
+        high = int(high.item())
+    draw = Draw("random_", cast("tuple[float, float]", (low, high)))
+    return _like(cast("Tensor", named["self"]), named, draw)
+
+
+_FUNCTIONAL = aten_ops(
+    *("bernoulli.p", "cauchy.default", "exponential.default", "geometric.default"),
+    *("log_normal.default", "normal_functional.default", "uniform.default"),
+    *("random.default", "random.from", "random.to"),
+)
+
+
+@handles(*cast("Sequence[OpOverload]", _FUNCTIONAL))
+def _functional(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    model = cast("Tensor", named.pop("self"))
+    generator = named.pop("generator")
+    name = str(op).split(".")[1].removesuffix("_functional") + "_"
+    draw = Draw(name, cast("tuple[float, ...]", tuple(named.values())))
+    return _like(model, {"generator": generator}, draw)
+
+
+@handles(*cast("Sequence[OpOverload]", aten_ops("bernoulli.default", "bernoulli.Tensor")))
+def _bernoulli(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    model = cast("Tensor", named["self"])
+    chance = cast("Tensor", named.get("p", model))
+    return torch.empty_like(model).bernoulli_(chance, generator=_generator(named))
+
+
+@handles(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
+def _normal(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    mean, std = cast("tuple[Tensor | float, Tensor | float]", (named["mean"], named["std"]))
+    generator = _generator(named)
+    if not isinstance(std, Tensor):
+        made = torch.empty_like(cast("Tensor", mean))
+        return made.normal_(0.0, std, generator=generator).add_(mean)
+    if isinstance(mean, Tensor) and mean.shape != std.shape:
+        mean, std = torch.broadcast_tensors(mean, std)
+    made = torch.empty_like(std if not isinstance(mean, Tensor) else mean)
+    made = made.contiguous().normal_(0.0, 1.0, generator=generator)
+    return made.mul_(std).add_(mean)
+
+
+@handles(aten.native_dropout.default)
+def _native_dropout(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[Tensor, Tensor]:
+    named = _arguments(op, args, kwargs)
+    tensor, chance, train = cast("tuple[Tensor, float, bool | None]", tuple(named.values()))
+    if train is False or not tensor.numel():
+        return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
+    kept = 1.0 - chance
+    mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(kept)
+    return tensor * mask * (1.0 / kept if kept else 0.0), mask
+
+
+@handles(
+    *cast(
+        "Sequence[OpOverload]", aten_ops("rrelu_with_noise.default", "rrelu_with_noise_.default")
+    )
+)
+def _rrelu(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    tensor, noise = cast("tuple[Tensor, Tensor]", (named["self"], named["noise"]))
+    lower, upper = cast("tuple[float, float]", (named["lower"], named["upper"]))
+    if not named["training"]:
+        slope = (lower + upper) / 2
+        out = torch.where(tensor > 0, tensor, tensor * slope)
+    else:
+        # On one device a number is drawn for each negative element only, in order, which no piece can know.
+        drawn = torch.empty_like(tensor).uniform_(lower, upper, generator=_generator(named))
+        noise.copy_(torch.where(tensor <= 0, drawn, 1.0))
+        out = tensor * noise
+    return tensor.copy_(out) if str(op).split(".")[1].endswith("_") else out
+
+
+# --- samplers that need the whole -------------------------------------------------------------
+
+
+def _sampled(
+    op: OpOverload,
+    name: str,
+    inputs: Sequence[Tensor],
+    args: Sequence[float],
+    generator: Generator | None,
+) -> tuple[Tensor, Spec]:
+    """What the sampler gives for the whole of *inputs*, and the description of the first that is distributed."""
+    spec = next(found for found in map(spec_of, inputs) if found is not None)
+    if spec.coordinate is None:
+        random.retire(generator)
+        return torch.empty(0), spec
+    whole = [_whole(op, tensor) for tensor in inputs]
+    policy = policy_of(spec.mesh.device_type)
+    made = random.sample(name, whole, args, policy, peers_of(spec.mesh, op), generator)
+    return made, spec
+
+
+@handles(aten.multinomial.default)
+def _multinomial(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    tensor = cast("Tensor", named["self"])
+    count = cast("int", named["num_samples"])
+    made, spec = _sampled(
+        op, "multinomial", [tensor], (count, bool(named["replacement"])), _generator(named)
+    )
+    shape = (*tensor.shape[:-1], count)
+    out = make_spec(
+        spec.mesh,
+        (REPLICATE,) * spec.mesh.ndim,
+        shape,
+        torch.empty(shape, device="meta").stride(),
+        torch.int64,
+    )
+    return new_dtensor(cls, made.to(torch.int64), out, False)
+
+
+_POINTWISE = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+
+
+@handles(*cast("Sequence[OpOverload]", aten_ops(*(f"{name}.default" for name in _POINTWISE))))
+def _sampler(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    inputs = [value for value in named.values() if isinstance(value, Tensor)]
+    made, spec = _sampled(op, str(op).split(".")[1], inputs, (), _generator(named))
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    laid = spec.placements if tuple(spec.shape) == tuple(shape) else (REPLICATE,) * spec.mesh.ndim
+    stride = torch.empty(shape, device="meta").stride()
+    out = make_spec(spec.mesh, gradient_placements(laid), shape, stride, inputs[-1].dtype)
+    piece = made if out.coordinate is None else random.cut(made, out.local_box).contiguous()
+    return new_dtensor(cls, piece, out, False)
+
+
+# --- attention with dropout -------------------------------------------------------------------
+
+
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, causal: object, scale: object
+) -> Tensor:
+    """Scaled scores in the precision in which kernels compute."""
+    factor = query.shape[-1] ** -0.5 if scale is None else cast("float", scale)
+    scores = (query * factor).matmul(key.transpose(-2, -1))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        shape = scores.shape[-2:]
+        later = torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
+
+
+def _attend(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    """Attention whose dropout is drawn by index. The mask takes the place of the kernel's random state among the results."""
+    named = _arguments(op, args, kwargs)
+    chance = cast("float", named["dropout_p"])
+    if not chance:
+        return dispatch_by_rule(_cls, op, args, kwargs)
+    query, key, value = (cast("Tensor", named[name]) for name in ("query", "key", "value"))
+    bias = cast("Tensor | None", named.get("attn_bias"))
+    scores = _scores(query, key, bias, named["is_causal"], named["scale"])
+    weights, total = scores.softmax(-1), scores.logsumexp(-1)
+    kept = 1.0 - chance
+    mask = torch.empty_like(weights, dtype=torch.bool).bernoulli_(kept)
+    dropped = weights * mask * (1.0 / kept if kept else 0.0)
+    out = dropped.to(value.dtype).matmul(value)
+    unused = torch.empty_like(total)
+    if len(schema_of(op).returns) == 4:
+        return out, total, mask, unused
+    lengths = query.shape[-2], key.shape[-2]
+    return out, total, None, None, *lengths, mask, unused, torch.empty_like(total)
+
+
+def _attend_backward(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    named = _arguments(op, args, kwargs)
+    chance = cast("float", named["dropout_p"])
+    if not chance:
+        return dispatch_by_rule(_cls, op, args, kwargs)
+    query, key, value = (cast("Tensor", named[name]) for name in ("query", "key", "value"))
+    grad = cast("Tensor", named.get("grad_out", named.get("grad_out_")))
+    bias = cast("Tensor | None", named.get("attn_bias"))
+    mask, total = cast("Tensor", named["philox_seed"]), cast("Tensor", named["logsumexp"])
+    weights = (
+        _scores(query, key, bias, named["is_causal"], named["scale"]) - total.unsqueeze(-1)
+    ).exp()
+    kept = 1.0 - chance
+    share = mask * (1.0 / kept if kept else 0.0)
+    grad_value = (weights * share).to(value.dtype).transpose(-2, -1).matmul(grad)
+    inner = grad.matmul(value.transpose(-2, -1)) * share
+    scores = weights * (inner - (inner * weights).sum(-1, keepdim=True))
+    factor = named["scale"] if named["scale"] is not None else query.shape[-1] ** -0.5
+    scaled = (scores * cast("float", factor)).to(query.dtype)
+    found: list[object] = [scaled.matmul(key), scaled.transpose(-2, -1).matmul(query), grad_value]
+    wanted = cast("Sequence[bool] | None", named.get("grad_input_mask"))
+    if wanted is not None:
+        found = [value if needed else None for value, needed in zip(found, wanted, strict=False)]
+        needed = bias is not None and wanted[3]
+        found.append(
+            scores.sum_to_size(bias.shape).to(bias.dtype) if bias is not None and needed else None
+        )
+    return tuple(found)
+
+
+_KERNELS = tuple(
+    f"_scaled_dot_product_{name}"
+    for name in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)
+
+handles(*cast("Sequence[OpOverload]", aten_ops(*(f"{name}.default" for name in _KERNELS))))(
+    _attend
+)
+handles(
+    *cast("Sequence[OpOverload]", aten_ops(*(f"{name}_backward.default" for name in _KERNELS)))
+)(_attend_backward)
