@@ -322,7 +322,7 @@ def test_qwen3_5_refuses_what_cannot_be_cut() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear_attn = nn.Module()
+            self.linear_attn: Any = nn.Module()
             self.linear_attn.num_k_heads = 2
             self.linear_attn.num_v_heads = 4
 

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
     from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
-__all__ = ["apply_style", "buffers_of", "children_of", "parameters_of", "start_fake_world"]
+__all__ = [
+    "GRAPHS_RECOMPUTE",
+    "apply_style",
+    "buffers_of",
+    "children_of",
+    "parameters_of",
+    "start_fake_world",
+]
+
+GRAPHS_RECOMPUTE = TorchVersion(torch.__version__) >= "2.15"
+"""Whether a compiled graph may hold a recomputed region with a mesh in it; torch 2.12 saves the mesh as if it were a tensor."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -24,15 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from hp_tp._torch import GRAPHS_RECOMPUTE
 from hp_tp.attention import KVHeadParallel
 from hp_tp.context_attention import AttentionMethod
 from hp_tp.context_parallel import ContextParallel, ContextParallelInput
 from hp_tp.errors import PipelineError, PlanError
-from hp_tp.hugging_face import LocalReplicas, hugging_face_plan
+from hp_tp.hugging_face import hugging_face_plan
 from hp_tp.linear_attention import GatedDeltaNetParallel, head_problems
 from hp_tp.plan import match_plan, parallelize_module
 from hp_tp.presets import HUGGING_FACE_NAMES, LLAMA_NAMES, DecoderNames, llama_plan
-from hp_tp.recompute import Recompute, recompute
+from hp_tp.recompute import Recompute, recompute_and_compile
 from hp_tp.style import ParallelStyle
 
 __all__ = ["parallelize_llama", "parallelize_qwen3_5"]
@@ -218,10 +219,7 @@ def _run(
     _tensor(model, dims, names, options, family)
     layers = _modules(model, names.layers)
     for layer in layers:
-        recompute(layer, options.activation_checkpoint)
-    if options.compile_backend is not None:
-        for layer in layers:
-            layer.compile(backend=options.compile_backend, fullgraph=True)
+        recompute_and_compile(layer, options.activation_checkpoint, options.compile_backend)
     _fully_shard(model, layers, dims, options)
     return model
 
@@ -288,6 +286,12 @@ def _violations(
         known = torch.compiler.list_backends(exclude_tags=())
         if options.compile_backend not in known:
             yield f"compile={options.compile_backend!r} is no backend; there are {known}"
+    if (
+        options.activation_checkpoint == "selective"
+        and options.compile_backend is not None
+        and not GRAPHS_RECOMPUTE
+    ):
+        yield "activation_checkpoint='selective' of compiled layers needs torch 2.15 or later; use 'full', or do not compile"
     if any(isinstance(parameter, TorchDTensor) for parameter in model.parameters()):
         yield "the model has distributed parameters already; pass it as it is on one device"
     if dims.ep > 1:

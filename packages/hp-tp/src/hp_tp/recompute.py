@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -22,14 +22,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hp_tp.substitution import substitute
+from hp_tp._torch import GRAPHS_RECOMPUTE
+from hp_tp.substitution import enclose, substitute
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hp_tp.substitution import Forward
+    from hp_tp.substitution import Forward, Wrapper
 
-__all__ = ["Recompute", "recompute"]
+__all__ = ["Recompute", "recompute", "recompute_and_compile"]
 
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 """What a layer computes again in the backward: nothing, what is cheap, or everything."""
@@ -87,3 +88,61 @@ def recompute(module: nn.Module, what: Recompute = "full") -> nn.Module:
     if what != "none":
         substitute(module, _Recomputed(what == "selective"))
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled forward: a wrapper in place of another."""
+
+    inner: Wrapper | None
+    backend: str
+    made: dict[str, Forward] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        run = self.made.get("run")
+        if run is None:
+            run = torch.compile(_run, backend=self.backend, fullgraph=True)
+            self.made["run"] = run
+        return run(self.inner, module, forward, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[_Compiled], tuple[Wrapper | None, str]]:
+        return _Compiled, (self.inner, self.backend)  # compiled anew where it is loaded
+
+
+def _run(
+    inner: Wrapper | None,
+    module: nn.Module,
+    forward: Forward,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> object:
+    if inner is None:
+        return forward(module, *args, **kwargs)
+    return inner(module, forward, args, kwargs)
+
+
+def recompute_and_compile(module: nn.Module, what: Recompute, backend: str | None) -> None:
+    """Let *module* compute activations again and compile it as one graph, in place.
+
+    Where the graph may hold what is recomputed it does, so that the compiler decides what to keep; otherwise the compiled
+    forward is what runs again.
+
+    Args:
+        module: a layer, laid out or not.
+        what: as for :func:`recompute`.
+        backend: of ``torch.compile``; None does not compile.
+    """
+    if backend is None:
+        recompute(module, what)
+    elif GRAPHS_RECOMPUTE or what == "none":
+        recompute(module, what)
+        module.compile(backend=backend, fullgraph=True)
+    else:
+        enclose(module, lambda before: _Compiled(before, backend))
+        recompute(module, what)

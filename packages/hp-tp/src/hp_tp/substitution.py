@@ -106,6 +106,14 @@ def restore(module: nn.Module) -> None:
         module.__class__ = original_class(module)
 
 
+def enclose(module: nn.Module, make: Callable[[Wrapper | None], Wrapper]) -> None:
+    """Exchange what runs in place of the forward of *module* for what *make* makes of it."""
+    before = wrapper_of(module)
+    if before is None:
+        module.__class__ = _parallel_class(type(module))  # type: ignore[arg-type]  # a class has a hash
+    module.__dict__[_WRAPPER] = make(before)
+
+
 def wrapper_of(module: nn.Module) -> Wrapper | None:
     """What runs in place of the forward of *module*, if anything does."""
     return cast("Wrapper | None", vars(module).get(_WRAPPER))
