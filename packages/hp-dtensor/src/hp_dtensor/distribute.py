@@ -1,4 +1,4 @@
-"""From whole to distributed: a tensor, a module, or a fresh tensor that never was whole.
+"""From whole to distributed: a tensor, or a module.
 
 One rule cuts everything (:mod:`hp_dtensor.shards`), whether the data is sent by one rank or every rank cuts its own copy,
 so both give the same pieces. With a source rank the data travels once along each axis: a scatter where the axis cuts, a
@@ -8,38 +8,49 @@ broadcast where it replicates; a tensor on the meta device never travels.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from hp_mesh import DeviceMesh, get_current_mesh
 from hp_mesh.collectives import broadcast
 from torch import nn
 
+from hp_dtensor import shards
 from hp_dtensor._torch import TorchDTensor, new_dtensor
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.layout import PlacementsLike, resolve
-from hp_dtensor.local import as_ours
-from hp_dtensor.placements import REPLICATE
+from hp_dtensor.local import as_ours, redistribute_local
+from hp_dtensor.pieces import ranges_in, sizes_of, take
+from hp_dtensor.placements import REPLICATE, Placement, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.spec import contiguous_stride, make_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Placements = tuple[Placement, ...]
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 InputFn = Callable[[nn.Module, tuple[object, ...], DeviceMesh], object]
 OutputFn = Callable[[nn.Module, object, DeviceMesh], object]
 
 
-def _mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
+def mesh_or_current(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    """*device_mesh* as a mesh of ours, or the current one."""
     return get_current_mesh() if device_mesh is None else DeviceMesh.from_torch(device_mesh)
 
 
-def _from_source(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
-    """The whole tensor of the group rank *source*, made equal along one mesh axis after the other."""
+def _from_source(tensor: Tensor, mesh: DeviceMesh, placements: Placements, source: int) -> Tensor:
+    """This rank's piece of the whole tensor that the group rank *source* has, one mesh axis after the other.
+
+    An axis that cuts takes a scatter of what is left, any other a broadcast. Pieces travel as bytes, as long as the
+    longest: no backend scatters every dtype, nor pieces of different lengths.
+    """
+    where = mesh.get_coordinate()
     for axis, size in enumerate(mesh.shape):
         if size > 1 and not 0 <= source < size:
             msg = (
@@ -47,10 +58,42 @@ def _from_source(tensor: Tensor, mesh: DeviceMesh, source: int) -> Tensor:
                 f"axis of the mesh {tuple(mesh.shape)}, or None for each rank's own data"
             )
             raise LayoutError(msg)
+    assert where is not None
+    shape, done = tuple(tensor.shape), [REPLICATE] * mesh.ndim
     for axis, size in enumerate(mesh.shape):
-        if size > 1:
-            tensor = broadcast(tensor.contiguous(), source, mesh.get_group(axis))
+        if size == 1:
+            continue
+        group = mesh.get_group(axis)
+        if shard_dim(placements[axis]) is None:
+            tensor = broadcast(tensor.contiguous(), source, group)
+            continue
+        held = shards.local_box(shape, tuple(mesh.shape), tuple(where), tuple(done))
+        done[axis] = placements[axis]
+        boxes = [
+            shards.local_box(
+                shape, tuple(mesh.shape), (*where[:axis], c, *where[axis + 1 :]), tuple(done)
+            )
+            for c in range(size)
+        ]
+        mine = sizes_of(boxes[where[axis]])
+        longest = max(math.prod(sizes_of(box)) for box in boxes) * tensor.itemsize
+        out = tensor.new_empty(longest, dtype=torch.uint8)
+        if longest:
+            sent = None
+            if where[axis] == source:
+                sent = [_padded(take(tensor, ranges_in(held, box)), longest) for box in boxes]
+            dist.scatter(out, sent, group=group, group_src=source)
+        numel = math.prod(mine)
+        tensor = out[: numel * tensor.itemsize].clone().view(tensor.dtype).view(mine)
     return tensor
+
+
+def _padded(piece: Tensor, length: int) -> Tensor:
+    """The bytes of *piece*, and as many more as make *length*."""
+    flat = piece.contiguous().reshape(-1).view(torch.uint8)
+    out = flat.new_zeros(length)
+    out[: flat.shape[0]].copy_(flat)
+    return out
 
 
 def distribute_tensor(
@@ -80,7 +123,7 @@ def distribute_tensor(
         >>> def rows(mesh):
         ...     return distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
     """
-    mesh = _mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     if isinstance(tensor, TorchDTensor):
         ours = as_ours(tensor)
         if ours.device_mesh != mesh or ours.placements != resolve(placements, mesh, tensor.ndim):
@@ -107,9 +150,13 @@ def distribute_tensor(
     if mesh.get_coordinate() is None:
         local = whole.new_empty(0)
     else:
+        held: Placements = (REPLICATE,) * mesh.ndim
         if src_data_rank is not None and not whole.is_meta:
-            whole = _from_source(whole, mesh, src_data_rank)
-        local = redistribute_tensor(whole, mesh, shape, (REPLICATE,) * mesh.ndim, resolved)
+            held = tuple(
+                REPLICATE if placement.is_partial() else placement for placement in resolved
+            )
+            whole = _from_source(whole, mesh, held, src_data_rank)
+        local = redistribute_tensor(whole, mesh, shape, held, resolved)
         if (
             local.untyped_storage().nbytes() != local.numel() * local.itemsize
             or local.data_ptr() == tensor.data_ptr()
@@ -121,6 +168,40 @@ def distribute_tensor(
     out = cast("DTensor", new_dtensor(DTensor, local, spec, False))
     out.requires_grad_(tensor.requires_grad)
     return out
+
+
+def spmd_distribute_tensor(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    layout: PlacementsLike,
+    *,
+    src_data_rank: int | None = None,
+    as_dtensor: bool = False,
+) -> Tensor:
+    """This rank's piece of a whole *tensor* as a plain tensor, for programs that keep layouts beside their tensors.
+
+    The gradient of the pieces is put together again, so that *tensor*, which every rank has whole, gets all of it.
+
+    Args:
+        tensor: the whole tensor, the same on every rank.
+        mesh: the devices.
+        layout: placements, aliases or a `Layout`; axes that cut nothing are ignored, addends are not allowed.
+        src_data_rank: None cuts each rank's own copy and sends nothing; a group rank makes its data count, without grad.
+        as_dtensor: give a `DTensor` instead.
+
+    Raises:
+        LayoutError: when the layout does not fit.
+    """
+    ours = DeviceMesh.from_torch(mesh)
+    resolved = resolve(layout, ours, tensor.ndim)
+    if any(placement.is_partial() for placement in resolved):
+        msg = f"{resolved} has addends, of which a whole tensor has none; use Replicate() there"
+        raise LayoutError(msg)
+    if as_dtensor or src_data_rank is not None:
+        made = distribute_tensor(tensor, ours, resolved, src_data_rank=src_data_rank)
+        return made if as_dtensor else made.to_local()
+    everywhere = (REPLICATE,) * ours.ndim
+    return redistribute_local(tensor, ours, everywhere, resolved, shape=tuple(tensor.shape))
 
 
 def distribute_module(
@@ -147,7 +228,7 @@ def distribute_module(
         RuntimeError: when *module* was distributed before.
         ValueError: when a callback takes a number of arguments other than the one given above.
     """
-    mesh = _mesh(device_mesh)
+    mesh = mesh_or_current(device_mesh)
     if getattr(module, "_distribute_module_applied", False):
         msg = (
             "distribute_module should only be called once on a module, but it has already been called on this module; "
@@ -214,139 +295,3 @@ def _with_mesh(
         return lambda _module, values: callback(values, mesh)
     msg = f"{name} should take in 3 arguments (module, values, device_mesh), but it takes {count}"
     raise ValueError(msg)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Factories
-# --------------------------------------------------------------------------------------------------------------------
-
-Size = int | Sequence[int]
-
-
-def _fresh(
-    fill: Callable[[tuple[int, ...], torch.dtype | None, str], Tensor],
-    size: tuple[Size, ...],
-    *,
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    requires_grad: bool,
-    device_mesh: DeviceMesh | None,
-    placements: PlacementsLike | None,
-) -> DTensor:
-    if layout is not torch.strided:
-        msg = f"layout={layout} is not supported: a distributed tensor is cut by index, which takes torch.strided"
-        raise LayoutError(msg)
-    shape = (
-        tuple(size[0])
-        if len(size) == 1 and not isinstance(size[0], int)
-        else cast("tuple[int, ...]", size)
-    )
-    mesh = _mesh(device_mesh)
-    resolved = resolve(placements, mesh, len(shape))
-    stride = contiguous_stride(shape)
-    spec = make_spec(mesh, resolved, shape, stride, dtype or torch.get_default_dtype())
-    local = fill(spec.local_shape, dtype, mesh.device_type)
-    out = cast("DTensor", new_dtensor(DTensor, local, spec.with_dtype(local.dtype), False))
-    out.requires_grad_(requires_grad)
-    return out
-
-
-def _refuse_partial(placements: PlacementsLike | None, name: str) -> None:
-    if isinstance(placements, Sequence) and any(
-        getattr(p, "is_partial", bool)() for p in placements
-    ):
-        msg = f"{name} with placements {placements}: a value that is still to be reduced cannot be filled in; use Replicate()"
-        raise LayoutError(msg)
-
-
-def zeros(
-    *size: Size,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsLike | None = None,
-) -> DTensor:
-    """A distributed tensor of zeros; each rank makes only its own piece.
-
-    Args:
-        size: the global shape, as numbers or as one sequence.
-        dtype: the element type; torch's default when None.
-        layout: ``torch.strided``.
-        requires_grad: whether operators on it are recorded.
-        device_mesh: the devices; the current mesh when None.
-        placements: the layout; replicated when None.
-    """
-    return _fresh(
-        lambda shape, kind, device: torch.zeros(shape, dtype=kind, device=device),
-        size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
-
-
-def ones(
-    *size: Size,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsLike | None = None,
-) -> DTensor:
-    """A distributed tensor of ones; see :func:`zeros`. Partial placements are refused: each addend would be one."""
-    _refuse_partial(placements, "ones")
-    return _fresh(
-        lambda shape, kind, device: torch.ones(shape, dtype=kind, device=device),
-        size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
-
-
-def empty(
-    *size: Size,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsLike | None = None,
-) -> DTensor:
-    """A distributed tensor whose values are yet to be written; see :func:`zeros`."""
-    return _fresh(
-        lambda shape, kind, device: torch.empty(shape, dtype=kind, device=device),
-        size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
-
-
-def full(
-    size: Size,
-    fill_value: float,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: PlacementsLike | None = None,
-) -> DTensor:
-    """A distributed tensor filled with *fill_value*; see :func:`zeros`. Partial placements are refused."""
-    _refuse_partial(placements, "full")
-    return _fresh(
-        lambda shape, kind, device: torch.full(shape, fill_value, dtype=kind, device=device),
-        (size,),
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )

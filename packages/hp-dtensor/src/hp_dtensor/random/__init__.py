@@ -21,7 +21,7 @@ from hp_dtensor.random._policy import (
     random_policy,
     set_random_policy,
 )
-from hp_dtensor.random._source import Peers, agree, is_agreed, mixed, retire
+from hp_dtensor.random._source import Peers, agree, is_agreed, key, mixed, retire, seeded_alike
 
 __all__ = [
     "Draw",
@@ -33,6 +33,7 @@ __all__ = [
     "cut",
     "fill",
     "is_agreed",
+    "key",
     "mixed",
     "pass_by",
     "permutation",
@@ -41,5 +42,6 @@ __all__ = [
     "random_policy",
     "retire",
     "sample",
+    "seeded_alike",
     "set_random_policy",
 ]

@@ -17,7 +17,8 @@ rank that is not part of the mesh would be waited for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from hp_dtensor._torch import read_seed_field, write_seed_field
 
-__all__ = ["Peers", "agree", "is_agreed", "key", "lend", "mixed", "retire"]
+__all__ = ["Peers", "agree", "is_agreed", "key", "lend", "mixed", "retire", "seeded_alike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,18 @@ def agree(ranks: Sequence[int] | None) -> None:
         seed = read_seed_field(default)
         write_seed_field(default, _MARK | (mixed(seed + 1) & _FIELD))
         _agreed[0] = None if ranks is None else frozenset(ranks)
+
+
+@contextmanager
+def seeded_alike(seed: int, ranks: Sequence[int]) -> Iterator[None]:
+    """Inside, torch is seeded with *seed*, as on all *ranks*. What the generators were is the caller's to restore."""
+    before = _agreed[0]
+    torch.manual_seed(seed)
+    agree(ranks)
+    try:
+        yield
+    finally:
+        _agreed[0] = before
 
 
 def is_agreed(ranks: Sequence[int], generator: Generator | None = None) -> bool:
