@@ -296,6 +296,24 @@ def redistribute_local(
     )
 
 
+def guarded_shape(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Symbolic *shape* and *stride* of a whole tensor in terms of the sizes of its piece.
+
+    A compiler checks the sizes of the piece before it uses a graph again, and not those of the whole. Where the pieces are
+    uneven they do not tell the whole, and the graph is made for the sizes at hand; the spec's guard sees to it.
+    """
+    whole, steps = global_shape(local, mesh, placements)
+    if whole == shape and steps == stride:
+        return whole, steps
+    return tuple(int(size) for size in shape), tuple(int(step) for step in stride)
+
+
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: Placements
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTensorSpec",
+    "GuardedSpec",
     "MaskPartial",
     "Partial",
     "Placement",
@@ -65,6 +66,7 @@ __all__ = [
     "functional_twin",
     "group_by_name",
     "group_size",
+    "hint",
     "is_traced",
     "local_scalar",
     "mark_parameter",
@@ -135,6 +137,48 @@ def update_metadata(op: OpOverload, args: Sequence[object]) -> None:
 def mark_parameter(tensor: Tensor) -> None:
     """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor subclass, as ``nn.Parameter`` itself does it."""
     tensor._is_param = True
+
+
+def hint(size: int) -> int:
+    """What a symbolic *size* is while the graph is made, without a guard on it; a plain size is its own.
+
+    For estimates only: the graph will be used for other sizes. Torch offers the number under no public name.
+    """
+    if type(size) is int:
+        return size
+    found = cast("torch.SymInt", size).node.hint
+    return 4096 if found is None else int(found)
+
+
+class GuardedSpec(DTensorSpec):
+    """Torch's spec, with the guard that a graph compiled for a distributed tensor needs.
+
+    Dynamo guards the piece's sizes itself and compares specs by this method, without sizes: but two sizes of the whole may
+    have the same piece on one rank (5 and 6 over two ranks), and a graph for one gives wrong numbers for the other.
+    """
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        if not super()._check_equals(other, skip_shapes):
+            return False
+        return not skip_shapes or self._tells_by_piece(cast("DTensorSpec", other))
+
+    def _tells_by_piece(self, other: DTensorSpec) -> bool:
+        """Whether the sizes that differ are those that the pieces of all ranks show."""
+        if self.tensor_meta is None or other.tensor_meta is None:
+            return True
+        mine, theirs = self.tensor_meta.shape, other.tensor_meta.shape
+        pieces = [1] * len(mine)
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, StridedShard)):
+                factor = getattr(placement, "split_factor", 1)
+                pieces[placement.dim] *= self.mesh.size(axis) * factor
+        return len(mine) == len(theirs) and all(
+            a == b or (a % count == 0 and b % count == 0)
+            for a, b, count in zip(mine, theirs, pieces, strict=True)
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DTensorSpec, (self.mesh, self.placements, self.tensor_meta)
 
 
 # What ``item()`` is called at the ATen level.

@@ -32,6 +32,7 @@ from hp_dtensor._torch import (
     decompose,
     decomposition_of,
     disable_current_modes,
+    hint,
     new_dtensor,
     schema_of,
 )
@@ -399,7 +400,7 @@ def _meta_of(value: object) -> TensorMeta | None:
 
 
 def _bytes(meta: TensorMeta) -> float:
-    return float(math.prod(meta.shape) * meta.dtype.itemsize)
+    return float(math.prod(map(hint, meta.shape)) * meta.dtype.itemsize)
 
 
 _LATENCY = 1024.0

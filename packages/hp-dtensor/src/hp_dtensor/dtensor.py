@@ -113,10 +113,12 @@ class DTensor(TorchDTensor):
     ) -> DTensor:
         placements, meta, _, requires_grad = flatten_spec
         mesh = DeviceMesh.from_torch(inner_tensors["device_mesh"])
-        spec = make_spec(mesh, tuple(placements), outer_size, outer_stride, meta.dtype)
-        return cast(
-            "DTensor", new_dtensor(DTensor, inner_tensors["_local_tensor"], spec, requires_grad)
-        )
+        local = inner_tensors["_local_tensor"]
+        shape, stride = tuple(outer_size), tuple(outer_stride)
+        if any(type(number) is not int for number in (*shape, *stride)):
+            shape, stride = _autograd.guarded_shape(local, mesh, tuple(placements), shape, stride)
+        spec = make_spec(mesh, tuple(placements), shape, stride, meta.dtype)
+        return cast("DTensor", new_dtensor(DTensor, local, spec, requires_grad))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch's takes it by keyword only there
         spec = self._own

@@ -74,17 +74,8 @@ def redistribute_tensor(
     key = (mesh, shape, source, target)
     try:
         run = _runners.get(key)
-    except (
-        TypeError
-    ):  # a symbolic size has no hash; the plan is made for its value, which guards it
-        return redistribute_tensor(
-            local,
-            mesh,
-            tuple(int(size) for size in shape),
-            tuple(source),
-            tuple(target),
-            async_op=async_op,
-        )
+    except TypeError:  # a symbolic size has no hash
+        return _redistribute_symbolic(local, mesh, shape, source, target, async_op=async_op)
     if run is None:
         masks = [_torch.mask_of(placement) for placement in source]
         if any(mask is not None for mask in masks):
@@ -93,6 +84,28 @@ def redistribute_tensor(
         if len(_runners) >= _MOST_RUNNERS:
             _runners.clear()
         _runners[key] = run
+    return run(local, async_op)
+
+
+def _redistribute_symbolic(
+    local: Tensor,
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    *,
+    async_op: bool,
+) -> Tensor:
+    """Under a compiler that lets sizes vary: by a plan for all sizes if there is one, else for the sizes at hand.
+
+    What is asked about the sizes on the way becomes a guard of the graph. A step that must count pieces asks for numbers,
+    and the graph then holds for these alone.
+    """
+    try:
+        run = _compile(mesh, tuple(shape), tuple(source), tuple(target))
+    except TypeError:
+        known = tuple(int(size) for size in shape)
+        return redistribute_tensor(local, mesh, known, source, target, async_op=async_op)
     return run(local, async_op)
 
 

@@ -101,16 +101,22 @@ def local_intervals(size: int, splits: tuple[Split, ...]) -> Intervals:
     held: Intervals = ((0, size),) if size else ()
     for parts, coordinate, factor in splits:
         total = length(held)
+        if factor == 1:
+            held = _joined(_between(held, *_chunk(total, parts, coordinate)))
+            continue
         chunk = -(-total // factor)
         pieces: list[tuple[int, int]] = []
         for start in range(0, total, chunk or 1):
-            inner = min(chunk, total - start)
-            step = -(-inner // parts)
-            low = start + min(coordinate * step, inner)
-            high = start + min((coordinate + 1) * step, inner)
-            pieces += _between(held, low, high)
+            low, high = _chunk(min(chunk, total - start), parts, coordinate)
+            pieces += _between(held, start + low, start + high)
         held = _joined(pieces)
     return held
+
+
+def _chunk(total: int, parts: int, coordinate: int) -> tuple[int, int]:
+    """Where the piece number *coordinate* of *parts* begins and ends. No ``range`` and no ``int``: sizes may be symbolic."""
+    step = -(-total // parts)
+    return min(coordinate * step, total), min((coordinate + 1) * step, total)
 
 
 def length(intervals: Intervals) -> int:

@@ -19,7 +19,14 @@ import torch
 from hp_mesh import DeviceMesh
 
 from hp_dtensor import shards
-from hp_dtensor._torch import DTensorSpec, Shard, StridedShard, TensorMeta, TorchDTensor
+from hp_dtensor._torch import (
+    DTensorSpec,
+    GuardedSpec,
+    Shard,
+    StridedShard,
+    TensorMeta,
+    TorchDTensor,
+)
 from hp_dtensor.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -139,7 +146,7 @@ class Spec:
     def torch(self) -> DTensorSpec:
         """The same description as torch's own type."""
         if self._torch is None:
-            self._torch = DTensorSpec(self.mesh, self.placements, tensor_meta=self.tensor_meta)
+            self._torch = GuardedSpec(self.mesh, self.placements, tensor_meta=self.tensor_meta)
         return self._torch
 
     def with_placements(self, placements: tuple[Placement, ...]) -> Spec:
