@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hp_dtensor import CommDebugMode
+from hp_dtensor import CommDebugMode, Replicate, Shard
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
@@ -17,6 +17,7 @@ from hp_tp import (
     ExpertParallel,
     ExpertTensorParallel,
     PlanError,
+    StyleError,
     TensorParallel,
     parallelize_module,
 )
@@ -149,6 +150,22 @@ def test_features_shared_out() -> None:
         laid_out(whole)
     assert comms.get_total_counts() == 1
     compare(model, laid_out, whole, whole, lambda tensor: tensor, None)
+
+
+@spmd(world_size=2, timeout=60)
+def test_whole_tokens_and_experts_shared_out() -> None:
+    """Where all ranks have all tokens none travels: each takes those of its experts, and every gradient counts once."""
+    mesh = mesh_of(2)
+    model = MoE()
+    style = ExpertParallel(input_layouts=Replicate())
+    laid_out = parallelize_module(copy.deepcopy(model), mesh, {"experts": style})
+    whole = torch.randn(4, 3, WIDTH)
+    with CommDebugMode() as comms:
+        laid_out(whole)
+    assert comms.get_total_counts() == 1
+    compare(model, laid_out, whole, whole, lambda tensor: tensor, None)
+    with pytest.raises(StyleError, match=r"cut by rows, Shard\(0\), or whole"):
+        parallelize_module(Experts(), mesh, ExpertParallel(input_layouts=Shard(1)))
 
 
 @spmd(world_size=4, timeout=60)

@@ -22,6 +22,11 @@ from hp_tp.context_shards import (
     split_sequence,
 )
 from hp_tp.conversion import configs_of_plan, plan_of_configs
+from hp_tp.data_parallel import (
+    DTensorExtensions,
+    pre_dp_module_transform,
+    sync_grad_hook,
+)
 from hp_tp.declared import DeclaredParallel
 from hp_tp.decoder_sharding import (
     attention_activation_placement,
@@ -56,6 +61,9 @@ from hp_tp.experts import (
     TokenDispatcher,
 )
 from hp_tp.hugging_face import hugging_face_plan, register_with_transformers
+from hp_tp.input_reshard import (
+    input_reshard,
+)
 from hp_tp.linear_attention import (
     GatedDeltaNetParallel,
 )
@@ -104,6 +112,7 @@ __all__ = [
     "ContextParallel",
     "ContextParallelError",
     "ContextParallelInput",
+    "DTensorExtensions",
     "DeclaredParallel",
     "DecoderNames",
     "ExpertParallel",
@@ -145,6 +154,7 @@ __all__ = [
     "dense_param_placement",
     "dense_sequence_parallel_placement",
     "hugging_face_plan",
+    "input_reshard",
     "join_sequence",
     "llama_plan",
     "match_plan",
@@ -155,6 +165,7 @@ __all__ = [
     "parallelize_qwen3_5",
     "plan_of_configs",
     "plan_report",
+    "pre_dp_module_transform",
     "pre_lm_head_norm_config",
     "recompute",
     "register_with_transformers",
@@ -167,6 +178,7 @@ __all__ = [
     "set_gqa_inner_attention_local_map",
     "set_qkv_linear_sharding",
     "split_sequence",
+    "sync_grad_hook",
     "token_id_placement",
     "unparallelize",
 ]

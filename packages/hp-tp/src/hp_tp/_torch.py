@@ -18,6 +18,7 @@ __all__ = [
     "apply_style",
     "buffers_of",
     "children_of",
+    "mark_flattened",
     "parameters_of",
     "start_fake_world",
 ]
@@ -39,6 +40,14 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's children under every name they have; the public iterator skips the second name of one."""
     return module._modules
+
+
+def mark_flattened(tensor: Tensor) -> Tensor:
+    """Tell the first FSDP that *tensor* is a view of its flat parameter; it looks for a mark that has no public name."""
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    _set_fsdp_flattened(tensor)
+    return tensor
 
 
 def apply_style(style: TorchStyle, module: nn.Module, mesh: TorchMesh) -> nn.Module:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from hp_dtensor import Partial, Placement, Replicate, Shard, StridedShard, redistribute_local
 from hp_mesh.collectives import all_gather, all_to_all
 from torch import nn
@@ -285,13 +286,45 @@ class _Features:
         return _on_features(self, module, forward, tokens, counts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Choosing:
+    """Experts of whose whole tokens each rank takes those for its own: a wrapper of their forward."""
+
+    mesh: DeviceMesh
+    names: tuple[str, ...]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Tensor:
+        tokens, counts = _tokens_and_counts(module, args, kwargs)
+        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
+        whole, addends = (Replicate(),), (Partial(),)
+        cut = ranks > 1
+        if cut:
+            tokens = redistribute_local(tokens, self.mesh, whole, whole, grad_placements=addends)
+        by_rank = counts.view(ranks, -1)
+        sizes = by_rank.sum(1).tolist()
+        start = sum(sizes[:own])
+        with local_states(module, dict.fromkeys(self.names)):
+            chosen = tokens.narrow(0, start, sizes[own])
+            output = cast("Tensor", forward(module, chosen, by_rank[own]))
+        rows = (0, 0) * (output.ndim - 1)
+        output = F.pad(output, (*rows, start, sum(sizes[own + 1 :])))
+        return redistribute_local(output, self.mesh, addends, whole) if cut else output
+
+
 @dataclass(kw_only=True, unsafe_hash=True)
 class ExpertParallel(ParallelStyle):
     """Share out whole experts: stacked weights cut along their first dim, tokens sent to their experts and back.
 
-    Each rank routes its own tokens: they are cut over the axis (a data axis, or the sequence cut over the tensor axis).
-
     Args:
+        input_layouts: what the tokens are. ``Shard(0)``, when None: each rank routes its own (over a data axis, or where the
+            sequence is cut over the tensor axis), and they travel. ``Replicate()``: all ranks have routed all tokens; each
+            takes those for its experts, and the outputs are added up.
         dispatcher: how tokens travel; an :class:`AllToAllDispatcher` unless another is given.
 
     Example:
@@ -300,6 +333,7 @@ class ExpertParallel(ParallelStyle):
     """
 
     lays_out: ClassVar[bool] = True
+    input_layouts: Placement | None = None
     dispatcher: TokenDispatcher[Any] = field(
         default_factory=AllToAllDispatcher
     )  # each has its own receipt
@@ -309,7 +343,11 @@ class ExpertParallel(ParallelStyle):
 
         Raises:
             PlanError: when the number of ranks does not divide the experts.
+            StyleError: when tokens are neither cut by rows nor whole.
         """
+        if self.input_layouts not in (None, Shard(0), Replicate()):
+            message = f"input_layouts={self.input_layouts} of ExpertParallel: tokens are cut by rows, Shard(0), or whole, Replicate()"
+            raise StyleError(message)
         _check_shared(module, device_mesh.size())
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -318,7 +356,10 @@ class ExpertParallel(ParallelStyle):
         names = tuple(_stacked(module))
         for name in names:
             place_state(module, name, device_mesh, (Shard(0),), self.src_data_rank)
-        substitute(module, _Travelling(device_mesh, self.dispatcher, None, names))
+        if self.input_layouts == Replicate():
+            substitute(module, _Choosing(device_mesh, names))
+        else:
+            substitute(module, _Travelling(device_mesh, self.dispatcher, None, names))
         return module
 
 
