@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hp_dtensor import (
     CommDebugMode,
     DTensor,
     LayoutError,
+    Partial,
     Replicate,
     Shard,
+    StridedShard,
+    check_tensor_meta,
     distribute_module,
     distribute_tensor,
+    spmd_distribute_tensor,
 )
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
@@ -133,3 +139,63 @@ def test_what_is_distributed_already_must_agree() -> None:
     leaf = torch.ones(4, requires_grad=True)
     with pytest.raises(RuntimeError, match="leaf tensors"):
         distribute_tensor(leaf * 2, mesh, [R])
+
+
+@spmd(world_size=4)
+def test_a_source_scatters_where_an_axis_cuts() -> None:
+    """Each rank receives its piece and not the whole; every dtype, uneven, strided and empty pieces included."""
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2))
+    rank = torch.distributed.get_rank()
+    whole = torch.arange(35).reshape(7, 5)
+    with CommDebugMode() as comm:
+        distribute_tensor(whole, flat, [Shard(0)])
+    assert comm.get_comm_counts() == {torch.ops.c10d.scatter_: 1}
+    layouts = list(itertools.product([R, Shard(0), Shard(1), Partial()], repeat=2))
+    layouts += [(StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(0))]
+    for dtype in (torch.float32, torch.bool, torch.complex64, torch.bfloat16):
+        mine = (whole % 3).to(dtype) if rank == 0 else torch.zeros(7, 5, dtype=dtype)
+        for placements in layouts:
+            if dtype == torch.bool and Partial() in placements:
+                continue
+            made = distribute_tensor(mine, square, placements)
+            own = distribute_tensor((whole % 3).to(dtype), square, placements, src_data_rank=None)
+            assert torch.equal(made.to_local(), own.to_local()), (dtype, placements)
+    last = torch.full((3,), float(rank))
+    assert distribute_tensor(last, flat, [Shard(0)], src_data_rank=3).full_tensor().unique() == 3
+
+
+@spmd(world_size=4)
+def test_a_piece_as_a_plain_tensor() -> None:
+    """spmd_distribute_tensor cuts without sending, in the order of an alias tuple, and puts gradients together."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_coordinate()
+    whole = torch.arange(16.0).reshape(8, 2).requires_grad_()
+    with CommDebugMode() as comm:
+        piece = spmd_distribute_tensor(whole, mesh, (("tp", "dp"), "None"))
+    assert comm.get_total_counts() == 0
+    assert type(piece) is torch.Tensor
+    start = 2 * (2 * tp + dp)
+    assert torch.equal(piece, whole[start : start + 2])
+    (piece * piece).sum().backward()
+    torch.testing.assert_close(whole.grad, 2 * whole.detach())
+    made = spmd_distribute_tensor(whole.detach(), mesh, [Shard(0), R], as_dtensor=True)
+    assert isinstance(made, DTensor)
+    mine = torch.full((4,), float(torch.distributed.get_rank()))
+    sent = spmd_distribute_tensor(mine, mesh, [Shard(0), R], src_data_rank=1)
+    assert sent.tolist() == [3.0, 3.0]
+    with pytest.raises(LayoutError, match="has addends"):
+        spmd_distribute_tensor(mine, mesh, [Partial(), R])
+
+
+@spmd(world_size=2)
+def test_ranks_agree_on_a_tensor_or_all_say_how_not() -> None:
+    """Dtype and requires_grad always, shape and stride when asked; the error names the rank."""
+    rank = torch.distributed.get_rank()
+    check_tensor_meta(torch.ones(2 + rank))
+    with pytest.raises(
+        ValueError, match=r"rank 0 holds .*shape \(2,\).* rank 1 holds .*shape \(3,\)"
+    ):
+        check_tensor_meta(torch.ones(2 + rank), check_shape_stride=True)
+    with pytest.raises(LayoutError, match="Inconsistent tensor metadata"):
+        check_tensor_meta(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]))

@@ -12,9 +12,11 @@ from hp_dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
+    from_torch,
     local_map,
     redistribute_local,
     to_local,
+    to_torch,
 )
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
@@ -157,3 +159,47 @@ def test_gradients_of_two_exits_add_up() -> None:
     leaf.to_local().sum().backward()
     _whole(leaf).sum().backward()
     torch.testing.assert_close(_whole(leaf.grad), torch.full((3, 2), 2.0))
+
+
+@spmd(world_size=4)
+def test_local_map_asks_the_ranks_where_pieces_may_differ_in_size() -> None:
+    """A product with rows cut unevenly, one rank empty; a slice that only some ranks shorten; even inputs ask nobody."""
+    mesh = init_device_mesh("cpu", (4,))
+    x, w = torch.randn(9, 4), torch.randn(4, 8)
+    torch.distributed.broadcast(x, 0)
+    torch.distributed.broadcast(w, 0)
+    product = local_map(torch.mm, out_placements=[Shard(0)])
+    even = distribute_tensor(x[:8], mesh, [Shard(0)], src_data_rank=None)
+    dw = distribute_tensor(w, mesh, [R], src_data_rank=None)
+    with CommDebugMode() as comm:
+        out = product(even, dw)
+    assert comm.get_total_counts() == 0
+    assert out.shape == (8, 8)
+    out = product(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None), dw)
+    assert out.shape == (9, 8)
+    torch.testing.assert_close(_whole(out), x @ w)
+    head = local_map(lambda t: t[:2], out_placements=[Shard(0)])
+    out = head(distribute_tensor(torch.arange(9.0), mesh, [Shard(0)], src_data_rank=None))
+    assert _whole(out).tolist() == [0, 1, 3, 4, 6, 7]
+    mine = local_map(lambda t: t.chunk(4)[mesh.get_local_rank()], out_placements=[Shard(0)])
+    assert _whole(mine(distribute_tensor(torch.arange(7.0), mesh, [R]))).tolist() == list(range(7))
+
+
+@spmd(world_size=2)
+def test_torchs_tensors_and_ours_turn_into_each_other_without_a_copy() -> None:
+    """The memory is shared both ways, the classes are the ones asked for, and gradients flow back."""
+    mesh = init_device_mesh("cpu", (2,))
+    ours = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
+    theirs = to_torch(ours)
+    assert type(theirs) is TorchDTensor
+    assert type(theirs.device_mesh) is torch.distributed.device_mesh.DeviceMesh
+    assert theirs.shape == (5,)
+    assert theirs.to_local().data_ptr() == ours.to_local().data_ptr()
+    (theirs * theirs).sum().full_tensor().backward()
+    torch.testing.assert_close(_whole(ours.grad), 2 * torch.arange(5.0))
+    back = from_torch(theirs)
+    assert type(back) is DTensor
+    assert back.device_mesh == mesh
+    assert back.to_local().data_ptr() == ours.to_local().data_ptr()
+    assert from_torch(ours) is ours
+    assert to_torch(theirs) is theirs

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from hp_mesh.collectives import all_gather, broadcast, wait
 
 from hp_dtensor import shards
@@ -187,3 +188,44 @@ def check_from_local(
         if even == whole:
             return local, whole, steps
     return local, whole, tuple(stride or contiguous_stride(whole))
+
+
+def check_tensor_meta(local_tensor: Tensor, check_shape_stride: bool = False) -> None:
+    """Raise on every rank of the world unless all of them hold a tensor of the same dtype and requires_grad.
+
+    Args:
+        local_tensor: this rank's tensor.
+        check_shape_stride: whether shape and stride have to agree, too.
+
+    Raises:
+        LayoutError: (a `ValueError`) naming the first rank that differs and how.
+    """
+    facts = [_DTYPES.index(local_tensor.dtype), int(local_tensor.requires_grad)]
+    if check_shape_stride:
+        sizes, steps = list(local_tensor.shape), list(local_tensor.stride())
+        padding = [0] * (_MOST_DIMS - len(sizes))
+        facts += [len(sizes), *sizes, *padding, *steps, *padding]
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return
+    device = local_tensor.device
+    if local_tensor.is_meta:
+        device = torch.device("cpu")
+    row = torch.tensor([facts], dtype=torch.int64, device=device)
+    rows = wait(all_gather(row, world)).tolist()
+    for rank, other in enumerate(rows):
+        if other != rows[0]:
+            msg = (
+                f"Inconsistent tensor metadata (including shape and stride) across ranks: rank 0 holds {_told(rows[0])}, "
+                f"rank {rank} holds {_told(other)}"
+            )
+            raise LayoutError(msg)
+
+
+def _told(facts: Sequence[int]) -> str:
+    dtype, requires_grad, *rest = facts
+    out = f"{_DTYPES[dtype]}, requires_grad={bool(requires_grad)}"
+    if rest:
+        ndim, sizes, steps = rest[0], rest[1 : 1 + _MOST_DIMS], rest[1 + _MOST_DIMS :]
+        out += f", shape {tuple(sizes[:ndim])}, stride {tuple(steps[:ndim])}"
+    return out

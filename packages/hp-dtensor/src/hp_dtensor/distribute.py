@@ -59,7 +59,8 @@ def _from_source(tensor: Tensor, mesh: DeviceMesh, placements: Placements, sourc
             )
             raise LayoutError(msg)
     assert where is not None
-    shape, done = tuple(tensor.shape), [REPLICATE] * mesh.ndim
+    shape = tuple(tensor.shape)
+    done: list[Placement] = [REPLICATE] * mesh.ndim
     for axis, size in enumerate(mesh.shape):
         if size == 1:
             continue

@@ -7,6 +7,7 @@ dispatch. What it must not lose is the gradient's layout; so each function here 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, cast
 
@@ -15,10 +16,11 @@ from hp_mesh import DeviceMesh
 
 from hp_dtensor import _autograd
 from hp_dtensor._torch import TorchDTensor, tree_flatten, tree_unflatten
+from hp_dtensor.checks import check_all_ranks
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.layout import Layout, PlacementsLike, resolve
-from hp_dtensor.placements import Placement, gradient_placements
+from hp_dtensor.placements import Placement, gradient_placements, shard_dim
 from hp_dtensor.spec import spec_of
 
 if TYPE_CHECKING:
@@ -154,22 +156,46 @@ def _enter(
     return tensor.to_local(grad_placements=grads)
 
 
-def _whole_shape(
+def whole_shape(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: Sequence[DTensor]
 ) -> Sequence[int] | None:
-    """The global shape of an output: that of an input with the same layout and the same piece, when there is one.
+    """The global shape of an output that was computed from *like*; None where its pieces are all of one shape.
 
-    A shard does not tell how long the dim is that it was cut from; a function that keeps the shape of an uneven input
-    would otherwise grow it to a multiple of the number of ranks.
+    A shard does not tell how long the dim is that it was cut from. Where an input is cut unevenly over the same axes, or
+    none is cut there at all, the ranks tell each other their shapes: one small exchange, which all of them take part in,
+    since layouts are the same on all. Even inputs are taken to give even outputs.
+
+    Raises:
+        LayoutError: on every rank, when the pieces are not those of the shard rule.
     """
+    cut = {
+        axis
+        for axis, (size, placement) in enumerate(zip(mesh.shape, placements, strict=True))
+        if size > 1 and shard_dim(placement) is not None
+    }
+    told: set[int] = set()
+    even = True
     for tensor in like:
-        if (
-            tensor.placements == placements
-            and tensor.device_mesh == mesh
-            and tuple(tensor.spec.local_shape) == tuple(local.shape)
-        ):
-            return tensor.shape
-    return None
+        if tensor.device_mesh == mesh:
+            over = _cut_over(tensor)
+            told |= {axis for axes in over.values() for axis in axes}
+            even = even and all(
+                tensor.shape[dim] % math.prod(mesh.size(axis) for axis in axes) == 0
+                for dim, axes in over.items()
+            )
+    if (cut <= told and even) or mesh.get_coordinate() is None or torch.compiler.is_compiling():
+        return None
+    return check_all_ranks(local, mesh, placements, None)
+
+
+def _cut_over(tensor: DTensor) -> dict[int, list[int]]:
+    """For each dim that is cut, the axes that cut it."""
+    out: dict[int, list[int]] = {}
+    for axis, placement in enumerate(tensor.placements):
+        dim = shard_dim(placement)
+        if dim is not None and tensor.device_mesh.size(axis) > 1:
+            out.setdefault(dim, []).append(axis)
+    return out
 
 
 def local_map(
@@ -254,7 +280,7 @@ def local_map(
                 msg = f"out_placements has {placements} for an output that is no local tensor: {type(value).__name__}"
                 raise LayoutError(msg)
             resolved = resolve(placements, mesh, value.ndim)
-            shape = _whole_shape(value, mesh, resolved, tensors)
+            shape = whole_shape(value, mesh, resolved, tensors)
             wrapped_out.append(DTensor.from_local(value, mesh, resolved, shape=shape))
         return tree_unflatten(wrapped_out, out_tree)
 
@@ -278,4 +304,34 @@ def as_ours(tensor: TorchDTensor) -> DTensor:
     )
 
 
-__all__ = ["PlacementsLike", "as_ours", "local_map", "redistribute_local", "to_local"]
+def from_torch(tensor: TorchDTensor) -> DTensor:
+    """Torch's distributed tensor as one of ours, sharing its memory; gradients flow back to *tensor*. Ours as it is."""
+    return as_ours(tensor)
+
+
+def to_torch(tensor: TorchDTensor) -> TorchDTensor:
+    """A distributed tensor as torch's own class on torch's own mesh, sharing its memory; gradients flow back to *tensor*."""
+    if type(tensor) is TorchDTensor:
+        return tensor
+    ours = as_ours(tensor)
+    spec = ours.spec
+    return TorchDTensor.from_local(
+        ours.to_local(),
+        spec.mesh.to_torch(),
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
+
+
+__all__ = [
+    "PlacementsLike",
+    "as_ours",
+    "from_torch",
+    "local_map",
+    "redistribute_local",
+    "to_local",
+    "to_torch",
+    "whole_shape",
+]
