@@ -28,7 +28,7 @@ from hp_mesh.collectives import all_gather, all_to_all
 from torch import nn
 
 from hp_tp._torch import parameters_of
-from hp_tp.errors import PlanError
+from hp_tp.errors import PlanError, StyleError
 from hp_tp.local_states import local_states
 from hp_tp.placing import place_state
 from hp_tp.style import ParallelStyle
@@ -346,7 +346,10 @@ class ExpertParallel(ParallelStyle):
             StyleError: when tokens are neither cut by rows nor whole.
         """
         if self.input_layouts not in (None, Shard(0), Replicate()):
-            message = f"input_layouts={self.input_layouts} of ExpertParallel: tokens are cut by rows, Shard(0), or whole, Replicate()"
+            message = (
+                f"input_layouts={self.input_layouts} of ExpertParallel: tokens are cut by rows, Shard(0), or whole, "
+                "Replicate()"
+            )
             raise StyleError(message)
         _check_shared(module, device_mesh.size())
 
