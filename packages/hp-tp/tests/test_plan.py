@@ -319,3 +319,73 @@ def test_a_forward_set_on_the_instance_is_not_lost() -> None:
     layer.forward = lambda x: x
     with pytest.raises(PlanError, match="has a forward of its own in its attributes"):
         parallelize_module(layer, tp(2), ColwiseParallel())
+
+
+def paper_mesh() -> DeviceMesh:
+    """Two ranks without groups: what is checked before anything is sent needs none."""
+    return DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+
+
+def test_a_module_is_laid_out_by_one_entry() -> None:
+    """Two keys that lay out one module are an error that names both; a boundary besides is none."""
+    model = Tower(2)
+    with pytest.raises(
+        PlanError,
+        match=r"'layers.1.mlp.fc1' is matched twice, by the keys 'layers\.\*.*' and 'layers.1",
+    ):
+        parallelize_module(
+            model,
+            paper_mesh(),
+            {"layers.*.mlp.fc1": ColwiseParallel(), "layers.1.mlp.fc1": TorchColwise()},
+        )
+    model.layers[1] = model.layers[0]
+    with pytest.raises(PlanError, match=r"also called 'layers.1.mlp.fc1'"):
+        parallelize_module(
+            model,
+            paper_mesh(),
+            {"layers.0.mlp.fc1": ColwiseParallel(), "layers.1.mlp.fc1": RowwiseParallel()},
+        )
+    assert type(model.layers[0].get_submodule("mlp.fc1")) is nn.Linear
+
+
+def test_all_of_a_plan_is_checked_before_any_of_it() -> None:
+    """An entry that cannot be applied leaves what comes before it as it was."""
+    model = Mlp()
+    with pytest.raises(PlanError, match="blocks=3"):
+        parallelize_module(
+            model, paper_mesh(), {"fc1": ColwiseParallel(), "fc2": ColwiseParallel(blocks=3)}
+        )
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_parameters_that_nobody_lays_out() -> None:
+    """They are allowed, warned of or refused, by name, as asked."""
+    plan = {"fc1": ColwiseParallel()}
+    with pytest.raises(PlanError, match=r"no style of the plan lays out fc2.weight, fc2.bias"):
+        parallelize_module(Mlp(), paper_mesh(), plan, uncovered="error")
+    with pytest.warns(UserWarning, match=r"fc2.weight, fc2.bias, which stay whole"):
+        parallelize_module(Mlp(), paper_mesh(), plan, uncovered="warn", src_data_rank=None)
+    parallelize_module(Mlp(), paper_mesh(), plan, src_data_rank=None)
+
+
+@spmd(world_size=2, timeout=120)
+def test_ties_survive_meta_init() -> None:
+    """A tied table is laid out on the meta device, materialised and filled, and stays one parameter."""
+    mesh = tp(2)
+    with torch.device("meta"):
+        model: Any = nn.ModuleDict({"emb": nn.Embedding(8, 4), "out": nn.Linear(4, 8, bias=False)})
+        model.out.weight = model.emb.weight
+    parallelize_module(
+        model,
+        mesh,
+        {"emb": RowwiseParallel(), "out": ColwiseParallel(output_layouts=R)},
+    )
+    model.to_empty(device="cpu")
+    nn.init.normal_(model.emb.weight)
+    assert model.out.weight is model.emb.weight
+    assert len(list(model.parameters())) == 1
+    ids = torch.tensor([[0, 3, 7]])
+    table = model.emb.weight.full_tensor().detach().requires_grad_()
+    model.out(model.emb(ids)).square().sum().backward()
+    (table[ids] @ table.t()).square().sum().backward()
+    torch.testing.assert_close(model.emb.weight.grad.full_tensor(), table.grad)

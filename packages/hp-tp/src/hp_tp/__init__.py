@@ -7,6 +7,7 @@ General layout, bottom up: ``errors``; ``substitution`` (another forward for a m
 """
 
 from hp_tp._version import __version__
+from hp_tp.adapters import adapter_plan
 from hp_tp.attention import KVHeadParallel, MultiheadAttentionParallel
 from hp_tp.context_attention import (
     context_parallel_attention,
@@ -84,12 +85,17 @@ from hp_tp.presets import (
     LLAMA_NAMES,
     DecoderNames,
     check_degree,
+    gqa_plan,
+    linear_attention_plan,
     llama_plan,
+    mla_plan,
+    moe_plan,
 )
 from hp_tp.protocol import Module, parallelize, unparallelize
 from hp_tp.recompute import (
     recompute,
 )
+from hp_tp.replicas import LocalReplicas
 from hp_tp.report import CollectiveRow, PlanReport, StateRow, plan_report
 from hp_tp.sharding import (
     LocalMapConfig,
@@ -120,6 +126,7 @@ __all__ = [
     "GatedDeltaNetParallel",
     "KVHeadParallel",
     "LocalMapConfig",
+    "LocalReplicas",
     "Match",
     "Module",
     "MultiheadAttentionParallel",
@@ -145,6 +152,7 @@ __all__ = [
     "UnmatchedKeyError",
     "UnsupportedModuleError",
     "__version__",
+    "adapter_plan",
     "attention_activation_placement",
     "check_degree",
     "colwise_config",
@@ -153,11 +161,15 @@ __all__ = [
     "dense_activation_placement",
     "dense_param_placement",
     "dense_sequence_parallel_placement",
+    "gqa_plan",
     "hugging_face_plan",
     "input_reshard",
     "join_sequence",
+    "linear_attention_plan",
     "llama_plan",
     "match_plan",
+    "mla_plan",
+    "moe_plan",
     "norm_config",
     "parallelize",
     "parallelize_llama",

@@ -69,7 +69,7 @@ def plan_of_configs(
         ...     state_shardings={"weight": {"tp": Shard(0)}, "bias": {"tp": Shard(0)}}
         ... )
         >>> plan_of_configs(nn.Sequential(nn.Linear(4, 4)), {"0": cut})
-        {'0': ColwiseParallel(input_layouts=None, output_layouts=None, use_local_output=False, blocks=1)}
+        {'0': ColwiseParallel(input_layouts=None, output_layouts=None, use_local_output=False, blocks=1, fused=None)}
     """
     plan: dict[str, ParallelStyle] = {
         path: DeclaredParallel(config=config, axis=axis) for path, config in configs.items()

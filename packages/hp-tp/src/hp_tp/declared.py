@@ -11,8 +11,7 @@ follows from what is cut over the axis, or is said. Leaving it open, as a bare `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from hp_tp._torch import buffers_of, parameters_of
 from hp_tp.boundary import layout_on, map_tensors
 from hp_tp.errors import BoundaryError, PlanError
+from hp_tp.local_states import local_states, owner_of
 from hp_tp.placing import is_placed, place_state
 from hp_tp.sharding import (
     LayoutLike,
@@ -211,39 +211,13 @@ class _Declared:
             name: _moved(self.inputs.get(name), value, f"input {name!r} of {kind}")
             for name, value in kwargs.items()
         }
-        with _local_states(module, self.states):
+        with local_states(module, self.states):
             output = forward(module, *moved, *args[len(moved) :], **named)
         output = _moved(self.output, output, f"the output of {kind}")
         return map_tensors(to_local, output) if self.use_local_output else output
 
     def __hash__(self) -> int:
         return hash((self.names, tuple(self.inputs), tuple(self.states)))
-
-
-@contextmanager
-def _local_states(module: nn.Module, states: Mapping[str, Placements | None]) -> Iterator[None]:
-    """Let *module* see its pieces of the named states."""
-    before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-    for path, grad in states.items():
-        owner, name = _owner(module, path)
-        held = cast(
-            "dict[str, Tensor | None]",
-            parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner),
-        )
-        state = held.get(name)
-        if isinstance(state, TorchDTensor):
-            before.append((held, name, state))
-            held[name] = to_local(state, grad_placements=grad)
-    try:
-        yield
-    finally:
-        for held, name, state in before:
-            held[name] = state
-
-
-def _owner(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    below, _, name = path.rpartition(".")
-    return (module.get_submodule(below) if below else module), name
 
 
 def apply_config(
@@ -256,7 +230,7 @@ def apply_config(
     """
     plan = prepare_config(module, config, meshes)
     for path, mesh, placements in plan.states:
-        owner, name = _owner(module, path)
+        owner, name = owner_of(module, path)
         place_state(owner, name, mesh, placements, source)
     if plan.wrapper is not None:
         substitute(module, plan.wrapper)
@@ -316,7 +290,7 @@ def _states(
     todo = []
     for path, layout in config.state_shardings.items():
         try:
-            owner, name = _owner(module, path)
+            owner, name = owner_of(module, path)
         except AttributeError:
             owner, name = module, path
         known = (parameters_of(owner), buffers_of(owner))

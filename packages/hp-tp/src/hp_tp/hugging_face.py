@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, cast
 
-import torch
 from hp_dtensor import (
     Partial,
     Placement,
@@ -30,7 +29,6 @@ from hp_dtensor import (
     Shard,
     StridedShard,
     distribute_tensor,
-    redistribute_local,
 )
 from hp_dtensor.placements import shard_dim
 from hp_dtensor.spec import spec_of
@@ -39,11 +37,12 @@ from torch import nn
 
 from hp_tp._torch import parameters_of
 from hp_tp.attention import KVHeadParallel
-from hp_tp.declared import DeclaredParallel
 from hp_tp.errors import PlanError, UnmatchedKeyError
 from hp_tp.norm import SequenceParallel
 from hp_tp.prepare import PrepareModuleInput, PrepareModuleOutput
-from hp_tp.sharding import LayoutLike, LocalMapConfig, ShardingConfig, SpmdType
+from hp_tp.replicas import LocalReplicas, declared_like
+from hp_tp.seams import LeavingParallel, SharedColumnsParallel
+from hp_tp.sharding import LayoutLike, LocalMapConfig, ShardingConfig
 from hp_tp.style import CombinedParallel, ParallelStyle
 from hp_tp.substitution import exchange_attribute, original_class, substitute
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
@@ -116,45 +115,6 @@ def _cut(style: str, ndim: int) -> Placement:
     raise PlanError(message)
 
 
-@dataclass(kw_only=True, unsafe_hash=True)
-class LocalReplicas(ParallelStyle):
-    """Run a module on plain pieces with its own replicas, each rank's gradient of them being an addend.
-
-    It suits what treats each head or each token alone: a norm within heads, or any norm on a piece of the sequence.
-
-    Args:
-        gathers: the dim of the output that is cut over the ranks and gathered, if any.
-    """
-
-    lays_out: ClassVar[bool] = True
-    gathers: int | None = None
-
-    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Replicate the module's own parameters and let its forward see them as plain tensors."""
-        states: dict[str, LayoutLike] = {
-            name: {"tp": SpmdType.R}
-            for name, _ in (
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            )
-        }
-        gathered = self.gathers is not None
-        config = ShardingConfig(
-            state_shardings=states,
-            local_map=LocalMapConfig(),
-            out_src_shardings={"tp": Shard(cast("int", self.gathers))} if gathered else None,
-            out_dst_shardings=_R if gathered else None,
-            use_local_output=gathered,
-        )
-        return _declared(config, self).apply(module, device_mesh)
-
-
-def _declared(config: ShardingConfig, style: ParallelStyle) -> DeclaredParallel:
-    made = DeclaredParallel(config=config)
-    made.src_data_rank = style.src_data_rank
-    return made
-
-
 @dataclass(kw_only=True)
 class PackedParallel(ParallelStyle):
     """Cut the parameters of a module one by one and run its forward on the pieces: experts, above all.
@@ -209,7 +169,7 @@ class PackedParallel(ParallelStyle):
         states.update((name, _R) for name, _ in module.named_buffers(recurse=False))
         if not self.reduces:
             config = ShardingConfig(state_shardings=states, local_map=LocalMapConfig())
-            return _declared(config, self).apply(module, device_mesh)
+            return declared_like(config, self).apply(module, device_mesh)
         names = list(inspect.signature(module.forward).parameters)
         config = ShardingConfig(
             state_shardings=states,
@@ -219,7 +179,7 @@ class PackedParallel(ParallelStyle):
             out_dst_shardings=_R,
             use_local_output=True,
         )
-        return _declared(config, self).apply(module, device_mesh)
+        return declared_like(config, self).apply(module, device_mesh)
 
     def _keep_kernels_aligned(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Have the experts run one by one where a piece's rows are too short for the kernel that runs them together."""
@@ -239,43 +199,6 @@ class PackedParallel(ParallelStyle):
 
 _KERNEL_ALIGNMENT = 16
 """Bytes that a grouped matrix product wants rows to be a multiple of."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The last columns of an output are used by each rank for its own heads: a wrapper of its forward."""
-
-    mesh: DeviceMesh
-    columns: int
-
-    def __call__(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> Tensor:
-        output = cast("Tensor", forward(module, *args, **kwargs))
-        first, last = output.split([output.shape[-1] - self.columns, self.columns], -1)
-        whole = (Replicate(),)
-        last = redistribute_local(last, self.mesh, whole, whole, grad_placements=(Partial(),))
-        return torch.cat([first, last], -1)
-
-
-@dataclass(kw_only=True, unsafe_hash=True)
-class SharedColumnsParallel(ParallelStyle):
-    """Add up the gradient of an output's last columns, which the heads of all ranks use as they are.
-
-    Args:
-        columns: how many.
-    """
-
-    columns: int
-
-    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Leave the parameters as they are."""
-        substitute(module, _Columns(device_mesh, self.columns))
-        return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,45 +260,6 @@ class HeadsParallel(ParallelStyle):
         ranks = device_mesh.size()
         if ranks > self.kv_heads and hasattr(module, "num_key_value_groups"):
             exchange_attribute(module, "num_key_value_groups", self.heads // ranks)
-        return module
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """The first output is whole on every rank, and callers get a piece of it: a wrapper of its forward."""
-
-    mesh: DeviceMesh
-    dim: int
-
-    def __call__(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> object:
-        output = forward(module, *args, **kwargs)
-        if isinstance(output, tuple):
-            return (self._cut(output[0]), *output[1:])
-        return self._cut(cast("Tensor", output))
-
-    def _cut(self, value: Tensor) -> Tensor:
-        return redistribute_local(value, self.mesh, (Replicate(),), (Shard(self.dim),))
-
-
-@dataclass(kw_only=True, unsafe_hash=True)
-class LeavingParallel(ParallelStyle):
-    """Hand out a piece of a module's first output, which is whole on every rank.
-
-    Args:
-        dim: the dim that is cut.
-    """
-
-    dim: int
-
-    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Leave the parameters as they are."""
-        substitute(module, _Leaving(device_mesh, self.dim))
         return module
 
 

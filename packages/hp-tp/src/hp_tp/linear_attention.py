@@ -21,12 +21,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from hp_dtensor import (
-    Partial,
     Placement,
-    Replicate,
     Shard,
-    StridedShard,
-    redistribute_local,
     to_local,
 )
 from torch import nn
@@ -35,10 +31,11 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from hp_tp._torch import parameters_of
 from hp_tp.boundary import PARTIAL, REPLICATE, move
 from hp_tp.errors import PlanError, UnsupportedModuleError
+from hp_tp.fused import FusedRows
 from hp_tp.local_states import owner_of
 from hp_tp.placing import place
 from hp_tp.style import ParallelStyle
-from hp_tp.substitution import substitute
+from hp_tp.substitution import exchange_attribute, substitute
 from hp_tp.tensor_parallel import RowwiseParallel
 
 if TYPE_CHECKING:
@@ -58,53 +55,10 @@ _OF_HEADS = ("dt_bias", "A_log")
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Which rows of a packed weight a rank uses."""
-
-    mesh: DeviceMesh
-    blocks: tuple[int, ...]
-    """The sizes of the blocks of the whole weight."""
-
-    def pieces(self) -> list[tuple[int, int]]:
-        """Start and length of this rank's piece of each block."""
-        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
-        found, start = [], 0
-        for block in self.blocks:
-            found.append((start + own * (block // ranks), block // ranks))
-            start += block
-        return found
-
-    def layout(self) -> Placement:
-        """How the weight lies at rest."""
-        if self.mesh.size() == 1:
-            return Shard(0)
-        if len(set(self.blocks)) == 1:
-            return StridedShard(0, split_factor=len(self.blocks))
-        return Shard(0)
-
-    def local(self, weight: Tensor) -> Tensor:
-        """This rank's rows of the distributed *weight*, with a gradient laid out like it."""
-        piece = to_local(weight)
-        layout = self.layout()
-        if self.mesh.size() == 1 or isinstance(layout, StridedShard):
-            return piece
-        # Moved once each way: gathered here, and its gradient scattered.
-        whole = redistribute_local(
-            piece,
-            self.mesh,
-            (layout,),
-            (Replicate(),),
-            shape=tuple(weight.shape),
-            grad_placements=(Partial(),),
-        )
-        return torch.cat([whole.narrow(0, *piece) for piece in self.pieces()])
-
-
-@dataclass(frozen=True, slots=True)
 class _Heads:
     """A layer that runs with this rank's heads: a wrapper of its forward."""
 
-    rows: _Rows
+    rows: FusedRows
     input_layout: Placement
     input_name: str
     own: tuple[str, ...]
@@ -213,7 +167,7 @@ class GatedDeltaNetParallel(ParallelStyle):
         """Lay out the parameters, and set the sizes to those of a rank."""
         self.check(module, device_mesh)
         key, value = cast("int", module.key_dim), cast("int", module.value_dim)
-        rows = _Rows(device_mesh, (key, key, value))
+        rows = FusedRows(device_mesh, (key, key, value))
         packed = self._place(module, _PACKED, rows.layout(), device_mesh)
         own = self._place(module, _BY_VALUE_HEADS, Shard(0), device_mesh)
         shared = self._place(module, ("norm",), REPLICATE, device_mesh)
@@ -244,10 +198,10 @@ def _set_sizes(module: nn.Module, ranks: int) -> None:
     """Let the module's forward count what a rank has."""
     for name in _SIZES:
         if hasattr(module, name):
-            setattr(module, name, getattr(module, name) // ranks)
+            exchange_attribute(module, name, getattr(module, name) // ranks)
     convolution = module.get_submodule("conv1d")
     for name in ("in_channels", "out_channels", "groups"):
-        setattr(convolution, name, getattr(convolution, name) // ranks)
+        exchange_attribute(convolution, name, getattr(convolution, name) // ranks)
 
 
 def head_problems(ranks: int, *, key_heads: int, value_heads: int) -> Sequence[str]:

@@ -61,6 +61,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
     unmatched: Unmatched = "error",
+    uncovered: Unmatched = "ignore",
 ) -> nn.Module:
     """Lay *module* out over a mesh axis, in place, as a plan says; return it.
 
@@ -72,6 +73,8 @@ def parallelize_module(
         src_data_rank: the group rank whose parameter values count; None when each rank cuts its own, and nothing is sent.
         unmatched: what a key that matches no module is: an error, a warning, or nothing (a stage of a pipeline has only
             some of the modules).
+        uncovered: what a parameter that no style of the plan lays out is: nothing (it stays plain, whole on every rank), a
+            warning or an error.
 
     Raises:
         UnmatchedKeyError: for keys that match nothing; a ``ValueError``.
@@ -105,6 +108,8 @@ def parallelize_module(
         )
         return module
     matches = match_plan(module, parallelize_plan, unmatched=unmatched, stacklevel=3)
+    if uncovered != "ignore":
+        _check_cover(module, matches, uncovered)
     root = module
     for match in _checked(matches, mesh):
         new = _apply(root, match, mesh, src_data_rank)
@@ -234,6 +239,31 @@ def _checked(matches: list[Match], mesh: DeviceMesh) -> list[Match]:
         if isinstance(match.style, ParallelStyle):
             match.style.check(match.module, mesh)
     return kept
+
+
+def _check_cover(module: nn.Module, matches: list[Match], uncovered: Unmatched) -> None:
+    """Say which parameters are in no module that a style lays out."""
+    covered = {
+        id(owner)
+        for match in matches
+        if _lays_out(match.style)
+        for owner in match.module.modules()
+    }
+    plain = [
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name, parameter in parameters_of(owner).items()
+        if parameter is not None and id(owner) not in covered
+    ]
+    if not plain:
+        return
+    message = (
+        f"no style of the plan lays out {', '.join(plain)}, which stay whole and plain on every rank; give their modules "
+        "NoParallel() or SequenceParallel(), or pass uncovered='ignore'"
+    )
+    if uncovered == "error":
+        raise PlanError(message)
+    warnings.warn(message, stacklevel=3)
 
 
 def _lays_out(style: TorchStyle) -> bool:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hp_tp._torch import buffers_of, parameters_of, start_fake_world
 from hp_tp.errors import PlanError
+from hp_tp.hugging_face import hugging_face_plan
 from hp_tp.plan import ParallelPlan, match_plan, parallelize_module
 from hp_tp.presets import llama_plan
 
@@ -222,11 +225,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Show what a tensor-parallel plan does to a model, without devices.",
     )
     parser.add_argument(
-        "model", help="module:function that makes the model; it runs on the meta device"
+        "model",
+        help="module:function that makes the model, which runs on the meta device; or the config of a Hugging Face model: a "
+        "folder, a file, or a name that is in the local cache",
     )
     parser.add_argument(
         "--plan",
-        help="module:name of a plan, or of a function of the model that makes one; by default llama_plan",
+        help="module:name of a plan, or of a function of the model that makes one; by default llama_plan, "
+        "or the tp_plan of a Hugging Face model",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="cut the sequence between sub-layers, when the plan is the model's own",
     )
     parser.add_argument("--degree", type=int, default=2, help="the number of ranks")
     parser.add_argument(
@@ -239,15 +250,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     sys.path.insert(0, "")
+    own = Path(given.model).exists() or ":" not in given.model
     with torch.device("meta"):
-        model = pkgutil.resolve_name(given.model)()
-    plan = llama_plan if given.plan is None else pkgutil.resolve_name(given.plan)
-    if not isinstance(plan, (Mapping, TorchStyle)):
-        plan = plan(model)
+        model = _from_config(given.model) if own else pkgutil.resolve_name(given.model)()
+    if given.plan is not None:
+        plan = pkgutil.resolve_name(given.plan)
+        if not isinstance(plan, (Mapping, TorchStyle)):
+            plan = plan(model)
+    elif own:
+        plan = hugging_face_plan(model, sequence_parallel=given.sequence_parallel)
+    else:
+        plan = llama_plan(model)
     inputs = None if given.tokens is None else [torch.zeros(given.tokens, dtype=torch.long)]
     report = plan_report(model, plan, given.degree, inputs=inputs)
     print(report.to_json() if given.json else report)  # noqa: T201  # what a command is for
     return 1 if report.unmatched else 0
+
+
+def _from_config(name: str) -> nn.Module:
+    """The causal language model (or else the base model) of a Hugging Face config on disk."""
+    library = importlib.import_module("transformers")
+    config = library.AutoConfig.from_pretrained(name, local_files_only=True)
+    try:
+        model = library.AutoModelForCausalLM.from_config(config)
+    except ValueError:  # a model that does not generate text
+        model = library.AutoModel.from_config(config)
+    return cast("nn.Module", model)
 
 
 def _unmatched(plan: ParallelPlan, found: set[str]) -> tuple[str, ...]:

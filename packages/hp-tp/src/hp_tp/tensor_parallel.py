@@ -7,7 +7,7 @@ own keeps it, and gets distributed parameters and inputs instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +18,8 @@ from torch import nn
 
 from hp_tp.boundary import REPLICATE, check_even, map_tensors, move, normal
 from hp_tp.embedding import EmbeddingLayout, check_embedding, held_rows
-from hp_tp.errors import BoundaryError, PlanError, UnsupportedModuleError
+from hp_tp.errors import BoundaryError, PlanError, StyleError, UnsupportedModuleError
+from hp_tp.fused import FusedLayout, FusedRows, problem_of
 from hp_tp.linear import LinearLayout
 from hp_tp.placing import place
 from hp_tp.style import ParallelStyle
@@ -100,6 +101,8 @@ class ColwiseParallel(ParallelStyle):
         blocks: how many blocks of equal size the outputs of a linear layer are made of, such as 2 for a gate and an up
             projection in one. Each rank gets its columns of every block, in order, so that code which splits the output
             into blocks works on them; the parameter and checkpoints keep the order of the single device.
+        fused: the sizes of these blocks, when they differ: queries, keys and values with fewer heads, say. Each size has to
+            be a multiple of the number of ranks, or all have to be equal. The output is this rank's columns, plain.
 
     Sizes that the number of ranks does not divide are fine: the pieces are those of ``torch.chunk``.
 
@@ -115,15 +118,58 @@ class ColwiseParallel(ParallelStyle):
     output_layouts: Placement | None = None
     use_local_output: bool = True
     blocks: int = 1
+    fused: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.fused is None:
+            return
+        sizes = tuple(self.fused)
+        self.__dict__["fused"] = sizes
+        equal = len(set(sizes)) == 1
+        if self.blocks != 1 or (
+            not equal and (self.output_layouts is not None or not self.use_local_output)
+        ):
+            message = (
+                f"fused={sizes} says how wide the blocks are, so that blocks={self.blocks} must be left out, and blocks of unequal "
+                "size come out as this rank's plain columns: output_layouts and use_local_output must be left out too"
+            )
+            raise StyleError(message)
+        if equal:
+            self.__dict__["blocks"] = len(sizes)
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Refuse what is neither linear layer nor embedding, and blocks that do not fit."""
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise _unsupported("ColwiseParallel", module)
+        if isinstance(module, nn.Embedding):
+            check_embedding(module)
+        if self.fused is None:
+            self._cuts(module, device_mesh)
+            return
+        if not isinstance(module, nn.Linear) or not _computes_like(module, nn.Linear):
+            problem: str | None = (
+                f"fused={self.fused} is for nn.Linear, not for {type(module).__name__}"
+            )
+        else:
+            problem = problem_of(tuple(self.fused), module.out_features, device_mesh.size())
+        if problem is not None:
+            raise PlanError(problem)
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Cut the parameters of *module* and let it compute its columns.
 
         Raises:
             UnsupportedModuleError: when *module* is neither linear layer nor embedding.
-            PlanError: when its outputs are not *blocks* blocks of equal size.
+            PlanError: when its outputs are not the blocks that the style says.
         """
+        self.check(module, device_mesh)
         label = self.input_layouts or REPLICATE
+        if self.fused is not None and self.blocks == 1:
+            fused = FusedRows(device_mesh, tuple(self.fused))
+            cut = {"weight": fused.layout(), "bias": fused.layout()}
+            place(module, device_mesh, cut, self.src_data_rank)
+            substitute(module, FusedLayout(fused, label))
+            return module
         rows, columns = self._cuts(module, device_mesh)
         out = self.output_layouts or columns
         if isinstance(module, nn.Linear):
@@ -137,7 +183,6 @@ class ColwiseParallel(ParallelStyle):
                 )
                 return module
         elif isinstance(module, nn.Embedding):
-            check_embedding(module)
             place(module, device_mesh, {"weight": _SECOND}, self.src_data_rank)
             if _computes_like(module, nn.Embedding):
                 substitute(
@@ -147,8 +192,6 @@ class ColwiseParallel(ParallelStyle):
                     ),
                 )
                 return module
-        else:
-            raise _unsupported("ColwiseParallel", module)
         layout = _DispatchedLayout(device_mesh, label, REPLICATE, out, self.use_local_output)
         substitute(module, layout)
         return module
@@ -201,8 +244,17 @@ class RowwiseParallel(ParallelStyle):
     use_local_output: bool = True
     reduce_dtype: torch.dtype | None = None
 
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Refuse what is neither linear layer nor embedding."""
+        del device_mesh
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise _unsupported("RowwiseParallel", module)
+        if isinstance(module, nn.Embedding):
+            check_embedding(module)
+
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Cut the parameters of *module* and let it compute its addend."""
+        self.check(module, device_mesh)
         out = self.output_layouts or REPLICATE
         if isinstance(module, nn.Linear):
             wanted: Placement = _LAST
@@ -217,7 +269,6 @@ class RowwiseParallel(ParallelStyle):
                 )
                 return module
         elif isinstance(module, nn.Embedding):
-            check_embedding(module)
             wanted = REPLICATE
             label = self.input_layouts or wanted
             place(module, device_mesh, {"weight": _FIRST}, self.src_data_rank)
