@@ -84,7 +84,7 @@ def only_dim(
     pieces: Sequence[Ranges], sizes: Sequence[tuple[int, ...]], whole: tuple[int, ...]
 ) -> int | None:
     """The dim along which equal *pieces* lie one after the other in *whole*; None if they do not."""
-    if len(set(sizes)) != 1 or 0 in sizes[0]:
+    if not sizes or any(size != sizes[0] for size in sizes[1:]) or 0 in sizes[0]:
         return None
     cut = [
         dim for dim, (part, size) in enumerate(zip(sizes[0], whole, strict=True)) if part != size

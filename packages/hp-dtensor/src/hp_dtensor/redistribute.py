@@ -322,9 +322,8 @@ def _all_to_all(site: _Site) -> Run:
 def _is_even(site: _Site) -> bool:
     """Whether every rank of the group sends and receives pieces of one size, so that all of them take the short way."""
     peers = site.peers()
-    return (
-        len({sizes_of(overlap(site.before(a), site.after(b))) for a in peers for b in peers}) == 1
-    )
+    first, *rest = (sizes_of(overlap(site.before(a), site.after(b))) for a in peers for b in peers)
+    return all(sizes == first for sizes in rest)
 
 
 def _all_to_all_even(
