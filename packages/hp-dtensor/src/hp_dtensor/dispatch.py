@@ -42,6 +42,7 @@ from hp_dtensor.errors import (
     MixedTensorError,
     NoRuleError,
 )
+from hp_dtensor.outputs import plain_outputs
 from hp_dtensor.placements import REPLICATE, Shard, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.rules import (
@@ -306,9 +307,10 @@ def _replace(values: Sequence[object], new: Iterator[object]) -> list[object]:
     return out
 
 
-def _with_tensors(
+def with_tensors(
     args: Sequence[object], kwargs: Mapping[str, object], new: Sequence[object]
 ) -> tuple[list[object], dict[str, object]]:
+    """*args* and *kwargs* with each tensor, also inside lists, replaced by the next of *new*."""
     source = iter(new)
     filled = _replace(args, source)
     return filled, dict(zip(kwargs, _replace(list(kwargs.values()), source), strict=True))
@@ -363,11 +365,18 @@ def infer_outputs(
     metas: Sequence[TensorMeta],
 ) -> object:
     """What *op* gives on whole tensors of *metas*, run on the meta device: nothing is computed or allocated."""
+    def run(other: OpOverload, tensors: Sequence[Tensor]) -> object:
+        filled, named = with_tensors(args, kwargs, tensors)
+        return other(*filled, **named)
+
     with disable_current_modes(), torch.no_grad():
+        plain = plain_outputs(op, args, run, metas)
+        if plain is not None:
+            return plain
         tensors = [
             torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas
         ]
-        filled, named = _with_tensors(args, kwargs, tensors)
+        filled, named = with_tensors(args, kwargs, tensors)
         named = {name: _meta(value) for name, value in named.items() if name != "pin_memory"}
         return op(*[_meta(value) for value in filled], **named)
 
@@ -530,7 +539,7 @@ def choose(
         present = tuple(spec.placements[axis] for spec in specs)
         calls = []
         for variant in left:
-            filled, named = _with_tensors(args, kwargs, variant[:count])
+            filled, named = with_tensors(args, kwargs, variant[:count])
             calls.append(OpCall(op, tuple(filled), named, variant[count:], size, present))
         metas = cast("tuple[TensorMeta, ...]", left[0][:count])
         best, price = everywhere, math.inf
@@ -567,6 +576,41 @@ def choose(
     return Choice(
         tuple(map(tuple, inputs)), tuple(None if c is None else tuple(c) for c in chosen)
     )
+
+
+Option = tuple[Strategy, "list[Metas]"]
+"""A strategy of one axis, and what the axes after it see."""
+
+
+def everywhere(left: Sequence[Metas], count: int) -> Option:
+    """All replicated; *left* describes the first *count* tensors, the arguments, and the results, as an axis sees them."""
+    outputs = left[0][count:]
+    kept = tuple(None if meta is None else REPLICATE for meta in outputs)
+    return Strategy(outputs=kept, inputs=(REPLICATE,) * count), list(left)
+
+
+def options_on_axis(
+    op: OpOverload,
+    rule: OpRule | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    left: Sequence[Metas],
+    count: int,
+    size: int,
+    before: Sequence[Sequence[Placement]],
+    made: Sequence[Sequence[Placement] | None],
+) -> Iterator[Option]:
+    """The strategies of *rule* for an axis of *size* ranks, after axes that left the shapes *left*.
+
+    *before* and *made* are the placements of arguments and results on those axes.
+    """
+    calls = []
+    for variant in left:
+        filled, named = with_tensors(args, kwargs, variant[:count])
+        calls.append(OpCall(op, tuple(filled), named, variant[count:], size))
+    for strategy in common_strategies(rule, calls) if rule is not None else ():
+        if not _mixes(before, strategy.inputs) and not _mixes(made, strategy.outputs):
+            yield strategy, _variants(left, (*strategy.inputs, *strategy.outputs), size)
 
 
 def _local_call(call: OpCall, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> LocalCall:
@@ -689,7 +733,7 @@ def _make_plan(
     ]
     local: Callable[..., object] = op
     if rule is not None and rule.local is not None:
-        filled, named = _with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
+        filled, named = with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
         call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
         local = rule.local(_local_call(call, targets, made))
     local = hits.BINDINGS.get(op, op) if local is op else local
@@ -774,10 +818,7 @@ def _run(
         if plan.writes_back and plan.written is not None:
             _refuse_seen(op, plan, args)
         if plan.communicates:
-            moves = (
-                f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in plan.moves
-            )
-            refuse_communication(op, "; ".join(moves) if _strict.get() else "")
+            _note(op, plan.moves)
         for position, source, target in plan.moves:
             locals_[position] = redistribute_tensor(
                 locals_[position],
@@ -786,7 +827,7 @@ def _run(
                 source.placements,
                 target.placements,
             )
-    filled, named = _with_tensors(args, kwargs, locals_)
+    filled, named = with_tensors(args, kwargs, locals_)
     result = plan.local(*filled, **named)
     for position, source, target in plan.writes_back:
         moved = redistribute_tensor(
@@ -876,7 +917,13 @@ def dispatch(
     handler = _handlers.get(op)
     if handler is None and op not in _signatures:
         handler = _family(op)
-    return (handler or dispatch_by_rule)(cls, op, args, kwargs)
+    try:
+        return (handler or dispatch_by_rule)(cls, op, args, kwargs)
+    except ImplicitCommunicationError as error:
+        # Whoever calls this operator can mend what happens inside of it from here only.
+        for adviser in _advisers:
+            raise adviser(error, op, args, kwargs) from None
+        raise
 
 
 def _family(op: OpOverload) -> Handler | None:
@@ -941,6 +988,27 @@ def dispatch_by_rule(
     return _run(cls, op, plan, args, kwargs, found.tensors)
 
 
+def moves_of(
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], specs: Sequence[Spec]
+) -> list[Move] | None:
+    """What *op* would move over the network if its tensor arguments were laid out as *specs*; None if that is not known.
+
+    Nothing runs. It is not known for operators that are made of others there.
+    """
+    rule = find_rule(op)
+    try:
+        result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
+        if rule is None or _compose(op, args, kwargs, specs, result) is not None:
+            return None
+        outputs = [_meta_of(value) for value in _flat(result)]
+        written = _written_tensors(op, args, kwargs)
+        choice = choose(op, rule, args, kwargs, specs, outputs, written)
+    except (NotImplementedError, RuntimeError):
+        return None
+    found = ((spec, spec.with_placements(to)) for spec, to in zip(specs, choice.inputs, strict=True))
+    return [(i, a, b) for i, (a, b) in enumerate(found) if a is not b and _needs_network(a, b)]
+
+
 def _offer(
     cls: type,
     op: OpOverload,
@@ -971,7 +1039,7 @@ def _compose(
     result: object,
 ) -> Callable[..., object] | None:
     """The operator in terms of smaller ones, where the dims that it needs whole are cut."""
-    filled, named = _with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
+    filled, named = with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
     outputs = tuple(_meta_of(value) for value in _flat(result))
     cut = [
         [place for place, size in zip(spec.placements, spec.mesh.shape, strict=True) if size > 1]
@@ -985,10 +1053,38 @@ def local_on(op: OpOverload, tensor: Tensor, source: Spec, target: Spec) -> Tens
     if source.placements == target.placements:
         return local_of(tensor)
     if _needs_network(source, target):
-        refuse_communication(op, f"{source.placements} -> {target.placements}")
+        _note(op, ((0, source, target),))
     return redistribute_tensor(
         local_of(tensor), source.mesh, tuple(source.shape), source.placements, target.placements
     )
+
+
+Move = tuple[int, Spec, Spec]
+"""(position among the tensor arguments, from, to)."""
+
+_listener: contextvars.ContextVar[Callable[[OpOverload, Sequence[Move]], None] | None] = (
+    contextvars.ContextVar("hp_listener", default=None)
+)
+
+
+@contextmanager
+def listening(listener: Callable[[OpOverload, Sequence[Move]], None]) -> Iterator[None]:
+    """Inside, *listener* hears of each operator that moves its arguments over the network by itself, and how."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def _note(op: OpOverload, moves: Sequence[Move]) -> None:
+    """Say that *op* is about to make *moves*, or refuse."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(op, moves)
+    if _strict.get():
+        told = (f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in moves)
+        refuse_communication(op, "; ".join(told))
 
 
 def refuse_communication(op: OpOverload, what: str) -> None:
@@ -1002,7 +1098,19 @@ def refuse_communication(op: OpOverload, what: str) -> None:
             f"{op}: would communicate implicitly inside hp_dtensor.strict(): {what}. Redistribute explicitly with "
             "x.redistribute(placements=...) before the call, or change the layouts that meet here"
         )
-        raise ImplicitCommunicationError(msg)
+        raise ImplicitCommunicationError(msg, op=str(op), reason=what)
+
+
+Adviser = Callable[
+    [ImplicitCommunicationError, "OpOverload", Sequence[object], Mapping[str, object]],
+    ImplicitCommunicationError,
+]
+_advisers: list[Adviser] = []
+
+
+def add_adviser(adviser: Adviser) -> None:
+    """Let *adviser* say what to do about an error of :func:`strict`; it gets the call, and gives the error to raise."""
+    _advisers.append(adviser)
 
 
 def _decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -1028,8 +1136,8 @@ def _warn_replicated(op: OpOverload, specs: Sequence[Spec]) -> None:
     if not moved:
         return
     if _strict.get():
-        msg = f"{op}: has no sharding rule, and running it replicated would gather {int(moved)} bytes implicitly"
-        raise ImplicitCommunicationError(msg)
+        what = f"it has no sharding rule, and running it replicated gathers {int(moved)} bytes"
+        refuse_communication(op, what)
     if str(op) not in _warned:
         _warned.add(str(op))
         warnings.warn(
@@ -1064,7 +1172,7 @@ def _run_replicated(
         )
         for tensor, spec, target in zip(found.tensors, specs, everywhere, strict=True)
     ]
-    filled, named = _with_tensors(args, kwargs, locals_)
+    filled, named = with_tensors(args, kwargs, locals_)
     result = op(*filled, **named)
 
     def wrap(value: object) -> object:

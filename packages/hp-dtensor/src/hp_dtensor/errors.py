@@ -31,6 +31,26 @@ class InPlaceError(RuntimeError):
 class ImplicitCommunicationError(RuntimeError):
     """Inside :func:`hp_dtensor.strict`, an operator would have communicated without being asked to."""
 
+    def __init__(
+        self, message: str, *, op: str = "", reason: str = "", fixes: tuple[object, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        """The operator."""
+        self.reason = reason
+        """What it would have done."""
+        self.fixes = fixes
+        """What to do instead, each an `hp_dtensor.Fix`: it was checked that the operator then sends nothing by itself."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _implicit_error, (str(self), self.op, self.reason, self.fixes)
+
+
+def _implicit_error(
+    message: str, op: str, reason: str, fixes: tuple[object, ...]
+) -> ImplicitCommunicationError:
+    return ImplicitCommunicationError(message, op=op, reason=reason, fixes=fixes)
+
 
 class ReplicaError(RuntimeError):
     """Inside :func:`hp_dtensor.check_replicas`, replicas that claim to be equal are not."""

@@ -15,7 +15,7 @@ Not taken: a C++ extension, which buys a few microseconds and costs every user a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
@@ -70,36 +70,37 @@ _counts: list[_Count] = []
 evicted = _Count()
 """How many were dropped to keep the bound."""
 
-BINDINGS: dict[OpOverload, Callable[..., object]] = {
-    aten.add.Tensor: torch.add,
-    aten.sub.Tensor: torch.sub,
-    aten.mul.Tensor: torch.mul,
-    aten.div.Tensor: torch.div,
-    aten.neg.default: torch.neg,
-    aten.exp.default: torch.exp,
-    aten.rsqrt.default: torch.rsqrt,
-    aten.relu.default: torch.relu,
-    aten.sigmoid.default: torch.sigmoid,
-    aten.tanh.default: torch.tanh,
-    aten.add_.Tensor: torch.Tensor.add_,
-    aten.mul_.Tensor: torch.Tensor.mul_,
-    aten.mm.default: torch.mm,
-    aten.bmm.default: torch.bmm,
-    aten.addmm.default: torch.addmm,
-    aten.t.default: torch.t,
-    aten.transpose.int: torch.transpose,
-    aten.permute.default: torch.permute,
-    aten.unsqueeze.default: torch.unsqueeze,
-    aten.squeeze.dim: torch.squeeze,
-    aten.select.int: torch.select,
-    aten.cat.default: torch.cat,
-    aten.sum.default: torch.sum,
-    aten.sum.dim_IntList: torch.sum,
-    aten.where.self: torch.where,
-    aten.clone.default: torch.clone,
-    aten.detach.default: torch.Tensor.detach,
-    aten.zero_.default: torch.Tensor.zero_,
-}
+
+def _bindings() -> Iterator[tuple[OpOverload, Callable[..., object]]]:
+    """Operators with what torch's own argument parser calls them; of the same arguments in the same order."""
+    functions = {
+        "Tensor": "add sub mul div eq ne lt gt le ge",
+        "Scalar": "eq ne lt gt le ge",
+        "Tensor_Scalar": "pow",
+        "int": "transpose select",
+        "dim": "squeeze mean",
+        "dim_IntList": "sum",
+        "self": "where",
+        "default": "neg exp log sqrt rsqrt cos sin abs relu sigmoid tanh mm bmm addmm t permute unsqueeze cat sum mean"
+        " clone detach ones_like zeros_like empty_like",
+    }
+    methods = {
+        "Tensor": "add_ sub_ mul_ div_",
+        "default": "zero_ expand",
+    }
+    for owner, names in ((torch, functions), (torch.Tensor, methods)):
+        for overload, listed in names.items():
+            for name in listed.split():
+                yield getattr(getattr(aten, name), overload), getattr(owner, name)
+    for name in ("add", "sub", "mul", "div", "sqrt", "neg", "lerp", "addcmul", "addcdiv"):
+        for form in (f"_foreach_{name}", f"_foreach_{name}_"):
+            packet = getattr(aten, form)
+            for overload in packet.overloads():
+                if "out" not in overload:
+                    yield getattr(packet, overload), getattr(torch, form)
+
+
+BINDINGS: dict[OpOverload, Callable[..., object]] = dict(_bindings())
 """Torch's own bindings of operators, of the same arguments in the same order."""
 
 _NUMBERS = frozenset({bool, float, complex})
@@ -229,12 +230,15 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
             (only,) = args
             hit = get((id(func), only._own))  # type: ignore[attr-defined]  # each has one
             if hit is None:
+                # Dispatch counts who holds an argument (`hp_dtensor.temporaries`), and these names would count.
+                del only
                 return slow(cls, func, args, _NO_NAMES)
             result = hit.local(only._local_tensor)  # type: ignore[attr-defined]  # as above
         elif count == 2 and type(args[0]) is cls is type(args[1]):
             left, right = args
             hit = get((id(func), left._own, right._own))  # type: ignore[attr-defined]  # as above
             if hit is None:
+                del left, right
                 return slow(cls, func, args, _NO_NAMES)
             result = hit.local(left._local_tensor, right._local_tensor)  # type: ignore[attr-defined]  # as above
         else:

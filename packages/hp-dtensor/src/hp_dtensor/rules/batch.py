@@ -310,30 +310,6 @@ register_rule(
 )
 
 
-def _least_squares(call: OpCall) -> Iterator[Strategy]:
-    """``linalg_lstsq``: results that were not asked for are empty and have no batch."""
-    batch = len(call.tensors[0].shape) - 2
-    shape = call.tensors[0].shape[:batch]
-    if any(meta.shape[:batch] != shape for meta in call.tensors):
-        return
-
-    def dims(meta: TensorMeta) -> Dims | Placement:
-        if meta.shape[:batch] != shape:
-            return REPLICATE
-        return [dim if dim < batch else None for dim in range(len(meta.shape))]
-
-    yield from label_strategies(
-        call,
-        [[dim if dim < batch else None for dim in range(len(m.shape))] for m in call.tensors],
-        [None if meta is None else dims(meta) for meta in call.outputs],
-        reduce=None,
-        empty=False,
-    )
-
-
-register_rule(aten_ops("linalg_lstsq.default"), _least_squares)
-
-
 def _diagonal_matrix(call: OpCall) -> Iterator[Strategy]:
     """``diag_embed(self, offset, dim1, dim2)``: the last dim becomes two."""
     ndim = len(call.output.shape)

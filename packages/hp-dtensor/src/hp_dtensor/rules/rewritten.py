@@ -101,7 +101,8 @@ def _pairs(rows: int, device: torch.device) -> Tensor:
 @_stands_for("_pdist_forward.default")
 def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
     first, second = _pairs(x.shape[0], x.device)
-    return _distances(x, x, p, None)[first, second]
+    between: Tensor = _distances(x, x, p, None)
+    return between[first, second]
 
 
 @_stands_for("_pdist_backward.default")
@@ -113,7 +114,8 @@ def _pdist_backward(grad: Tensor, x: Tensor, p: float, distance: Tensor) -> Tens
         for each in (grad, distance)
     )
     weight, length = weight + weight.t(), length + length.t()
-    return _distances_backward(weight.contiguous(), x, x, p, length)
+    found: Tensor = _distances_backward(weight.contiguous(), x, x, p, length)
+    return found
 
 
 # --- margin losses ----------------------------------------------------------------------------

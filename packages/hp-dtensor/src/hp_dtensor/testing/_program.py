@@ -19,7 +19,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def _swap(value: object, new: Iterator[object]) -> object:
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_swap(item, new) for item in value))
+        return type(value)(*(_swap(item, new) for item in value))  # type: ignore[arg-type]  # a named tuple
     if isinstance(value, list | tuple):
         return type(value)(_swap(item, new) for item in value)
     if isinstance(value, dict):
@@ -92,7 +92,11 @@ def _swap(value: object, new: Iterator[object]) -> object:
 
 def _choices(tensor: torch.Tensor) -> list[Placement]:
     found: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
-    return found if tensor.dtype == torch.bool else [*found, Partial("sum")]
+    # There is no sum of truth values, nor does torch add numbers of eight bits that float.
+    sums = tensor.dtype != torch.bool and not (
+        tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    )
+    return [*found, Partial("sum")] if sums else found
 
 
 def draw_layouts(
@@ -125,15 +129,21 @@ def _numbered(each: Sequence[Sequence[tuple[Placement, ...]]], number: int) -> L
     return tuple(reversed(found))
 
 
-def _addend(piece: torch.Tensor, size: int, position: int) -> torch.Tensor:
-    """One of *size* addends of mixed sign that sum to *piece* without rounding."""
+def _addend(piece: torch.Tensor, size: int, position: int, *, mixed: bool) -> torch.Tensor:
+    """One of *size* addends that sum to *piece* without rounding, in any order.
+
+    *mixed* ones are twice the value and its negative. Only one axis can have those: their sums are exact in pairs, not
+    in fours. On others some coordinate has the value, another one for each element, and the rest zero.
+    """
     if size == 1:
         return piece
     if position > 1:
         return torch.zeros_like(piece)
     flat = torch.arange(piece.numel(), device=piece.device).view(piece.shape)
-    doubled = flat % 2 == position
-    found = torch.where(doubled, piece + piece, -piece)
+    chosen = flat % 2 == position
+    if not mixed:
+        return torch.where(chosen, piece, torch.zeros_like(piece))
+    found = torch.where(chosen, piece + piece, -piece)
     if piece.is_floating_point() or piece.is_complex():
         whole = piece if position == 0 else torch.zeros_like(piece)
         found = torch.where(torch.isfinite(piece + piece), found, whole)
@@ -148,6 +158,7 @@ def _distribute(
         msg = f"check_program runs on the ranks of the mesh; this one is not part of {mesh}"
         raise ValueError(msg)
     piece = tensor.detach()
+    mixed = True
     for size, position, placement in zip(mesh.shape, coordinate, placements, strict=True):
         dim = shard_dim(placement)
         if dim is not None:
@@ -155,7 +166,8 @@ def _distribute(
             start = min(step * position, piece.shape[dim])
             piece = piece.narrow(dim, start, min(step, piece.shape[dim] - start))
         elif placement.is_partial():
-            piece = _addend(piece, size, position)
+            piece = _addend(piece, size, position, mixed=mixed)
+            mixed = mixed and size == 1
     spec = make_spec(mesh, placements, tensor.shape, tensor.stride(), tensor.dtype)
     made = DTensor(piece.clone(), spec)
     return made.requires_grad_(tensor.requires_grad)
@@ -242,8 +254,9 @@ class _Program:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         torch.manual_seed(self.seed)
         new = iter(tensors)
-        args, kwargs = _swap(self.args, new), _swap(self.kwargs, new)
-        outputs = self.function(*args, **kwargs)  # type: ignore[misc]
+        args = cast("list[object]", _swap(self.args, new))
+        kwargs = cast("dict[str, object]", _swap(self.kwargs, new))
+        outputs = self.function(*args, **kwargs)
         found = [_whole(value) for value in _tensors(outputs)]
         others = repr(_swap(outputs, itertools.repeat("*")))
         self.others = getattr(self, "others", others)

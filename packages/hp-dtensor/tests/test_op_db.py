@@ -1,0 +1,320 @@
+"""Each operator that torch has samples for, on layouts of its inputs: the table of what is right.
+
+The rule: output and gradient equal the program on whole tensors, or the operator stands in ``LISTED``
+with its reason. An operator that runs on replicas of everything stands in ``WHOLE``, of which there
+may be 40. A new operator of torch is in neither list, and must be right.
+
+Run as a script, ``python test_op_db.py [MESH [DTYPE [OPERATOR ...]]]``, it prints the table
+operator by operator, and survives hangs; as a test it draws a few samples and layouts of each by a
+seed. The nightly form takes all samples, and many more layouts.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import sys
+import tempfile
+import types
+import unittest
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hp_mesh.testing import RankTimeoutError, run_spmd
+
+pytest.importorskip("numpy", reason="torch's samples are made with it")
+
+_RANDOM = "draws random numbers, of which only the distribution is defined here"
+_SIZED_BY_VALUES = "the shape of its result depends on the values"
+_UNDEFINED = "its values are not defined"
+_SPARSE = "a sparse tensor has no dims to cut"
+_CUDA = "runs on CUDA only"
+
+LISTED = {
+    **dict.fromkeys(
+        (
+            *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial"),
+            *("normal", "normal.in_place", "normal.number_mean", "uniform", "rand_like"),
+            *("randint", "randint_like", "randn", "randn_like", "svd_lowrank", "pca_lowrank"),
+            *("nn.functional.alpha_dropout", "nn.functional.dropout", "nn.functional.dropout2d"),
+            *("nn.functional.dropout3d", "nn.functional.feature_alpha_dropout.with_train"),
+            *("nn.functional.feature_alpha_dropout.without_train", "nn.functional.rrelu"),
+            *("nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d"),
+            *("nn.functional.multi_head_attention_forward",),
+            *("nn.functional.scaled_dot_product_attention",),
+        ),
+        _RANDOM,
+    ),
+    **dict.fromkeys(
+        (
+            *("masked_select", "nonzero", "argwhere", "unique", "unique_consecutive", "bincount"),
+            *("linalg.lstsq", "linalg.lstsq.grad_oriented", "repeat_interleave", "index_fill"),
+            *("index_put", "tensor_split"),
+        ),
+        _SIZED_BY_VALUES,
+    ),
+    **dict.fromkeys(
+        (
+            "empty",
+            "empty_like",
+            "empty_permuted",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ),
+        _UNDEFINED,
+    ),
+    **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), _SPARSE),
+    **dict.fromkeys(
+        (
+            *("jiterator_unary", "jiterator_binary", "jiterator_4inputs_with_extra_args"),
+            *("jiterator_binary_return_by_ref", "jiterator_2inputs_2outputs"),
+            *("torch.ops.aten._flash_attention_forward",),
+            *("torch.ops.aten._efficient_attention_forward",),
+        ),
+        _CUDA,
+    ),
+    "masked.std": "torch's Python code meets the tensor with a plain one, of counts, on the way",
+    "masked.var": "torch's Python code meets the tensor with a plain one, of counts, on the way",
+    "nn.functional.gaussian_nll_loss": "clamps a copy of its argument in place, which addends refuse",
+    "nn.functional.linear_cross_entropy.chunked_none": "writes to a plain tensor that it makes",
+}
+"""Operators whose values are not compared, and why."""
+
+WHOLE = frozenset(
+    {
+        *("as_strided", "as_strided.partial_views", "as_strided_copy", "as_strided_scatter"),
+        *("histogram", "histogramdd", "hash_tensor", "nn.functional.ctc_loss", "nonzero_static"),
+        *("nn.functional.embedding_bag", "_segment_reduce.lengths", "_segment_reduce.offsets"),
+        *("torch._scaled_mm", "torch._scaled_mm_v2"),
+    }
+)
+"""Operators that run on replicas of everything, in one of their forms at least."""
+
+SEED = 11
+PARTS = 6
+
+
+def _name(info: Any) -> str:
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+
+
+def _op_db() -> dict[str, Any]:
+    """Torch's operators with samples, by name; their module wants a library that it hardly uses."""
+    if "expecttest" not in sys.modules:
+        try:
+            import expecttest  # noqa: F401
+        except ImportError:
+            stub = types.ModuleType("expecttest")
+            stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+            sys.modules["expecttest"] = stub
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return {_name(info): info for info in op_db}
+
+
+def _dtype_for(info: Any, wanted: torch.dtype) -> torch.dtype | None:
+    """*wanted*, or for operators of other numbers what they are made for."""
+    held = info.supported_dtypes("cpu")
+    if wanted in held:
+        return wanted
+    others = (torch.int64, torch.bool, torch.complex64, torch.float64, torch.float16)
+    return next((d for d in others if d in held), None) if wanted == torch.float32 else None
+
+
+def _samples(info: Any, dtype: torch.dtype, gradient: bool) -> list[Any]:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    return list(info.sample_inputs("cpu", dtype, requires_grad=gradient))
+
+
+def _dense(sample: Any) -> bool:
+    def fits(value: object) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.layout == torch.strided
+        if isinstance(value, list | tuple):
+            return all(map(fits, value))
+        return True
+
+    return fits([sample.input, *sample.args, *sample.kwargs.values()])
+
+
+def _sweep(
+    names: Sequence[str],
+    shape: tuple[int, ...],
+    wanted: torch.dtype,
+    samples: int | None,
+    layouts: int | None,
+    log: str = "",
+) -> dict[str, dict[str, Any]]:
+    """On each rank: for each operator how often it came out how, and what was not right."""
+    import torch.distributed as dist
+    from hp_dtensor import dispatch
+    from hp_dtensor.testing import check_program
+    from hp_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", shape)
+    known = _op_db()
+    found: dict[str, dict[str, Any]] = {}
+
+    def tell(line: str) -> None:
+        if log and dist.get_rank() == 0:
+            with Path(log).open("a") as file:
+                file.write(line + "\n")
+
+    for name in names:
+        tell(f"start {name}")
+        info = known[name]
+        dtype = _dtype_for(info, wanted)
+        counts: collections.Counter[str] = collections.Counter()
+        faults: list[str] = []
+        if dtype is not None:
+            gradient = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+            picked = [sample for sample in _samples(info, dtype, gradient) if _dense(sample)]
+            if samples is not None and len(picked) > samples:
+                picked = random.Random(f"{SEED} {name}").sample(picked, samples)
+            for number, sample in enumerate(picked):
+                dispatch._warned.clear()
+                try:
+                    outcomes = check_program(
+                        info.op,
+                        [sample.input, *sample.args],
+                        sample.kwargs,
+                        mesh=mesh,
+                        at_most=layouts,
+                        gradient=gradient,
+                        seed=number,
+                    )
+                except Exception as error:  # noqa: BLE001
+                    # The sample does not run on plain tensors either, as those for CUDA do not.
+                    counts["no program"] += 1
+                    faults.append(f"plain: {error}"[:300])
+                    continue
+                for outcome in outcomes:
+                    counts[outcome.verdict] += 1
+                    if outcome.verdict != "right" and len(faults) < 3:
+                        faults.append(f"{outcome.layout}: {outcome.message}"[:400])
+        found[name] = {"counts": dict(counts), "faults": faults}
+        tell(f"done {name} {json.dumps(found[name])}")
+    return found
+
+
+def _verdict(name: str, result: dict[str, Any]) -> str:
+    """The line of the table in which an operator stands."""
+    counts = result["counts"]
+    if name in LISTED:
+        return "listed"
+    for verdict in ("error", "wrong", "fell back", "right"):
+        if counts.get(verdict):
+            return verdict
+    return "listed"  # nothing to run on a CPU, or of these numbers
+
+
+def _judge(results: dict[str, dict[str, Any]]) -> None:
+    bad = [
+        f"{name}: {result['counts']} {result['faults']}"
+        for name, result in results.items()
+        if _verdict(name, result) in {"error", "wrong"}
+        or (_verdict(name, result) == "fell back" and name not in WHOLE)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def _part(part: int, parts: int) -> list[str]:
+    names = [name for name in _op_db() if name not in LISTED]
+    return names[part::parts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_operators_are_right_on_two_ranks(part: int) -> None:
+    """Output and gradient equal the program on whole tensors, for a drawn sample on drawn layouts."""
+    results = run_spmd(
+        _sweep, _part(part, PARTS), (2,), torch.float32, 2, 3, world_size=2, timeout=240
+    )
+    _judge(results[0])
+
+
+@pytest.mark.slow
+def test_operators_are_right_on_a_mesh_of_two_axes() -> None:
+    """As on one axis, for a third of the operators."""
+    results = run_spmd(_sweep, _part(0, 3), (2, 2), torch.float32, 1, 2, world_size=4, timeout=240)
+    _judge(results[0])
+
+
+def test_few_operators_run_on_replicas() -> None:
+    """At most 40 operators need all their inputs whole, and each that is listed exists."""
+    assert len(WHOLE) <= 40
+    known = _op_db()
+    assert [name for name in WHOLE if name not in known] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+def test_operators_are_right_on_many_layouts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """All samples as shipped, on all layouts, or 64 of them where there are more."""
+    ranks = 2 if len(shape) == 1 else 4
+    for part in range(60):
+        results = run_spmd(
+            _sweep, _part(part, 60), shape, dtype, None, 64, world_size=ranks, timeout=3600
+        )
+        _judge(results[0])
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def _table(
+    names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What came of each of *names*; one that hangs is left out, with a new pool for the rest."""
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    left = list(names)
+    while left:
+        with tempfile.NamedTemporaryFile(mode="r") as log:
+            try:
+                run_spmd(
+                    _sweep, left[:8], shape, dtype, 6, 6, log.name, world_size=ranks, timeout=120
+                )
+            except RankTimeoutError as error:
+                hung: str | None = str(error)
+            else:
+                hung = None
+            last = ""
+            for line in log.read().splitlines():
+                kind, name, *rest = line.split(" ", 2)
+                last = name if kind == "start" else ""
+                if rest:
+                    left.remove(name)
+                    yield name, json.loads(rest[0])
+            if hung is not None and last:
+                left.remove(last)
+                yield last, {"counts": {"hang": 1}, "faults": [hung[:300]]}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table: operator, right, fell back, listed, wrong, error, hang."""
+    shape = tuple(int(size) for size in (arguments[0] if arguments else "2").split("x"))
+    dtype = getattr(torch, arguments[1]) if len(arguments) > 1 else torch.float32
+    names = arguments[2:] or list(_op_db())
+    totals: collections.Counter[str] = collections.Counter()
+    for name, result in _table(names, shape, dtype):
+        verdict = "hang" if "hang" in result["counts"] else _verdict(name, result)
+        totals[verdict] += 1
+        note = LISTED.get(name, "") if verdict == "listed" else "; ".join(result["faults"])
+        print(f"{name:60} {verdict:10} {result['counts']} {note}", flush=True)
+    print(f"{tuple(shape)} {dtype}: {dict(totals)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
