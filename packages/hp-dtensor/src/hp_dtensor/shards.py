@@ -64,7 +64,7 @@ def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
-                return known(*args, **kwargs)
+                return known(*args, **kwargs)  # type: ignore[arg-type]  # sizes are hashable, but for symbolic ones
             except TypeError:
                 if not _symbolic((*args, *kwargs.values())):
                     raise
