@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hp_dtensor import DTensor
+from hp_dtensor import DTensor, Shard
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
+    PlanError,
+    UnmatchedKeyError,
     hugging_face_plan,
     parallelize_module,
+    register_with_transformers,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.0")
 
@@ -66,7 +70,7 @@ def step(model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any,
 
 def whole(tensor: Any) -> torch.Tensor:
     """The whole of *tensor*."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.full_tensor() if isinstance(tensor, TorchDTensor) else tensor).detach()
 
 
 def check_training(name: str, size: int, *, sequence_parallel: bool, **changes: Any) -> None:
@@ -122,5 +126,66 @@ def test_training_equals_one_device(name: str, sequence_parallel: bool, size: in
     @spmd(world_size=size, timeout=120)
     def run() -> None:
         check_training(name, size, sequence_parallel=sequence_parallel)
+
+    run()
+
+
+def test_styles_of_a_plan_are_read() -> None:
+    """A name that is no style, a key that matches nothing and a model without a plan are errors that say what would do."""
+    model = build("llama")
+    with pytest.raises(PlanError, match=r"style 'colwize', which is none; did you mean 'colwise'"):
+        hugging_face_plan(model, {"lm_head": "colwize"})
+    with pytest.raises(UnmatchedKeyError, match="did you mean 'lm_head'"):
+        hugging_face_plan(model, {"lm_haed": "colwise"})
+    with pytest.raises(PlanError, match="Linear has no tp_plan"):
+        hugging_face_plan(nn.Linear(2, 2))
+    plan = hugging_face_plan(model, loss_parallel=True)
+    assert plan["lm_head"].output_layouts == Shard(-1)  # type: ignore[attr-defined]
+
+
+@spmd(world_size=4, timeout=120)
+def test_heads_that_do_not_divide_are_one_error() -> None:
+    """The error names the degrees that work, and nothing has been laid out."""
+    model: Any = build("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    with pytest.raises(PlanError, match=r"4 ranks cannot share out the 6 heads .*\[1, 3, 6\]"):
+        parallelize_module(model, mesh, hugging_face_plan(model))
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_loading_with_registered_styles(name: str, replace: bool, tmp_path: Any) -> None:
+    """``from_pretrained`` lays a model out with our styles, reads each rank's piece, and trains like one device."""
+    pytest.importorskip("accelerate")
+    build(name).save_pretrained(tmp_path)  # type: ignore[operator]
+
+    @spmd(world_size=2, timeout=120)
+    def run() -> None:
+        import os
+
+        os.environ.update(WORLD_SIZE="2", LOCAL_RANK="0")
+        names = register_with_transformers(replace=replace)
+        assert "hp_colwise" in names
+        reference: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+        own = "" if replace else "hp_"
+        plan = {key: own + style for key, style in reference.tp_plan.items()}
+        config = transformers.distributed.DistributedConfig(tp_size=2, tp_plan=plan)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, distributed_config=config
+        ).train()
+        assert isinstance(model.model.layers[0].self_attn.q_proj.weight, TorchDTensor)
+        assert type(model.lm_head).__name__ == "ParallelLinear"
+        ids = torch.randint(0, 34, (2, 8), generator=torch.Generator().manual_seed(1))
+        logits, loss = step(model, ids, None)
+        expected, expected_loss = step(reference, ids, None)
+        torch.testing.assert_close(whole(logits), expected.detach(), rtol=1e-4, atol=1e-5)
+        loss.backward()
+        expected_loss.backward()
+        rights = dict(reference.named_parameters())
+        for parameter_name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                whole(parameter.grad), rights[parameter_name].grad, rtol=1e-4, atol=1e-5
+            )
 
     run()

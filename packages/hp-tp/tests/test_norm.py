@@ -115,11 +115,13 @@ def test_a_whole_plain_input() -> None:
 
 
 @spmd(world_size=2, timeout=120)
-def test_the_sequence_is_no_dim_of_the_norm() -> None:
-    """Averaging over the dim that is cut is refused."""
-    norm = parallelize_module(nn.LayerNorm((6, 4)), tp(2), SequenceParallel())
-    with pytest.raises(BoundaryError, match=r"sequence_dim=1 .*must be less than 1"):
-        norm(torch.randn(2, 6, 4))
+def test_a_norm_over_the_sequence() -> None:
+    """Averaging over the dim that is cut needs the whole: it is gathered, and a plain output is a piece again."""
+    mesh, x = tp(2), torch.randn(2, 6, 4)
+    plan = SequenceParallel()
+    check_plan(nn.LayerNorm((6, 4)), mesh, plan, x, given=(S(1),), output=S(1))
+    check_plan(nn.LayerNorm((6, 4)), mesh, plan, x, given=(S(1),), distributed=True)
+    norm = parallelize_module(nn.LayerNorm(4), mesh, plan)
     with pytest.raises(BoundaryError, match="expects a tensor"):
         norm("text")
 

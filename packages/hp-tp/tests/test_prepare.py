@@ -93,7 +93,9 @@ def test_wrong_inputs() -> None:
 
 def test_layouts_that_do_not_pair() -> None:
     """Lists of different lengths, a missing list and different names."""
-    with pytest.raises(AssertionError, match="should have the same length"):
+    with pytest.raises(
+        AssertionError, match="input_layouts and desired_input_layouts should have same length!"
+    ):
         PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R)
     with pytest.raises(
         StyleError, match="input_layouts is given but desired_input_layouts is not"
@@ -247,3 +249,25 @@ def test_whole_between_columns_and_rows() -> None:
     }
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
     check_plan(model, tp(2), plan, torch.randn(2, 4))
+
+
+@spmd(world_size=2, timeout=120)
+def test_inputs_beyond_the_layouts() -> None:
+    """More inputs by position than layouts are an error, unless others are to be left alone; fewer are none."""
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+            return x if y is None else x + y
+
+    mesh, x = tp(2), torch.ones(2, 2)
+    one = PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R, use_local_output=True)
+    with pytest.raises(
+        ValueError, match="module inputs and input_layouts should have same length!"
+    ):
+        parallelize_module(Pair(), mesh, one)(x, x)
+    lenient = PrepareModuleInput(
+        input_layouts=S(0), desired_input_layouts=R, use_local_output=True, leave_others=True
+    )
+    assert parallelize_module(Pair(), mesh, lenient)(x, torch.ones(4, 2)).shape == (4, 2)
+    two = PrepareModuleInput(input_layouts=(S(0), R), desired_input_layouts=(R, R))
+    assert parallelize_module(Pair(), mesh, two)(x).shape == (4, 2)

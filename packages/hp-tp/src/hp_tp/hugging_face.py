@@ -469,7 +469,10 @@ class _Sequence:
         whole, cut = Replicate(), Shard(self.dim)
         made: dict[str, ParallelStyle] = {
             f"{stack}.0": PrepareModuleInput(
-                input_layouts=whole, desired_input_layouts=cut, use_local_output=True
+                input_layouts=whole,
+                desired_input_layouts=cut,
+                use_local_output=True,
+                leave_others=True,
             )
         }
         for name, layer in layers.named_children():
@@ -509,7 +512,10 @@ class _Sequence:
         before = self.planned.get(path)
         own = () if before is None else (before,)
         enter = PrepareModuleInput(
-            input_layouts=cut, desired_input_layouts=whole, use_local_output=last is None
+            input_layouts=cut,
+            desired_input_layouts=whole,
+            use_local_output=last is None,
+            leave_others=True,
         )
         if last is not None:
             yield path, CombinedParallel(styles=(*own, enter)) if own else enter

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceParallel"]
 
-_Compute = Callable[[nn.Module, "Tensor", Placement], "Tensor"]
-"""A module run on this rank's piece: the module, the piece, and how the sequence is cut."""
+_Compute = Callable[[nn.Module, "Tensor"], "Tensor"]
+"""A module run on this rank's piece: the module and the piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _SequenceLayout:
                 f"{type(first).__name__}"
             )
             raise BoundaryError(message)
-        compute = self.compute
+        compute = None if self._is_averaged(module, first.ndim) else self.compute
         local_output = self.use_local_output
         if local_output is None:
             local_output = not isinstance(first, TorchDTensor)
@@ -76,13 +76,22 @@ class _SequenceLayout:
         if compute is None and not _is_identity(module):
             whole = move(first, self.mesh, self.input_layout, self.cut, local=False, where=where)
             output = forward(module, whole, *rest, **kwargs)
-            return map_tensors(to_local, output) if local_output else output
+            return map_tensors(self._piece, output) if local_output else output
         whole_shape = tuple(first.shape) if isinstance(first, TorchDTensor) else None
         piece = move(first, self.mesh, self.input_layout, self.cut, local=True, where=where)
-        output = piece if compute is None else compute(module, piece, self.cut)
+        output = piece if compute is None else compute(module, piece)
         return hand_out(
             output, self.mesh, normal(self.cut, piece.ndim), whole_shape, local=local_output
         )
+
+    def _piece(self, value: Tensor) -> Tensor:
+        """A plain piece of the sequence of *value*."""
+        return move(value, self.mesh, self.cut, self.cut, local=True, where="a normed sequence")
+
+    def _is_averaged(self, module: nn.Module, ndim: int) -> bool:
+        """Whether *module* is a norm over dims of which the sequence is one: it needs the whole sequence."""
+        normalized: tuple[int, ...] = getattr(module, "normalized_shape", ())
+        return cast("Shard", normal(self.cut, ndim)).dim >= ndim - len(normalized)
 
 
 def _is_identity(module: nn.Module) -> bool:
@@ -90,27 +99,15 @@ def _is_identity(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) and not (module.training and module.p > 0)
 
 
-def _check_cut(cut: Placement, piece: Tensor, normalized_shape: tuple[int, ...]) -> None:
-    dim = cast("Shard", normal(cut, piece.ndim)).dim
-    if dim >= piece.ndim - len(normalized_shape):
-        message = (
-            f"sequence_dim={dim} of an input of shape {tuple(piece.shape)} is one of the dims {normalized_shape} that the norm "
-            f"averages over; it must be less than {piece.ndim - len(normalized_shape)}"
-        )
-        raise BoundaryError(message)
-
-
-def _layer_norm(module: nn.Module, piece: Tensor, cut: Placement) -> Tensor:
+def _layer_norm(module: nn.Module, piece: Tensor) -> Tensor:
     norm = cast("nn.LayerNorm", module)
-    _check_cut(cut, piece, norm.normalized_shape)
     return F.layer_norm(
         piece, norm.normalized_shape, _replica(norm.weight), _replica(norm.bias), norm.eps
     )
 
 
-def _rms_norm(module: nn.Module, piece: Tensor, cut: Placement) -> Tensor:
+def _rms_norm(module: nn.Module, piece: Tensor) -> Tensor:
     norm = cast("nn.RMSNorm", module)
-    _check_cut(cut, piece, norm.normalized_shape)
     return F.rms_norm(piece, norm.normalized_shape, _replica(norm.weight), norm.eps)
 
 

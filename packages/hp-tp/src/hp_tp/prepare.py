@@ -88,6 +88,7 @@ class _Inputs:
     names: tuple[str, ...]
     by_position: tuple[_Crossing, ...]
     by_name: Mapping[str, _Crossing]
+    leave_others: bool = False
 
     def __call__(
         self,
@@ -96,6 +97,13 @@ class _Inputs:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
+        if self.by_position and len(args) > len(self.by_position) and not self.leave_others:
+            message = (
+                f"module inputs and input_layouts should have same length! {type(module).__name__} got {len(args)} inputs by "
+                f"position and input_layouts has {len(self.by_position)} entries; give one for each, None for what is left "
+                "alone, or set leave_others=True"
+            )
+            raise BoundaryError(message)
         moved = [
             crossing(value, f"input {position} of {type(module).__name__}")
             for position, (value, crossing) in enumerate(zip(args, self.by_position, strict=False))
@@ -134,6 +142,7 @@ class _Outputs:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         if len(outputs) != len(self.crossings):
             message = (
+                "module outputs and output_layouts should have same length! "
                 f"{name} returned {len(outputs)} outputs, but output_layouts has {len(self.crossings)} entries; give one for "
                 "each output, None for those to be left alone"
             )
@@ -162,8 +171,8 @@ def _check_pair(
         raise StyleError(message)
     if len(first) != len(second):
         message = (
-            f"{first_name} has {len(first)} entries and {second_name} {len(second)}; they should have the same length, one "
-            "entry for each value"
+            f"{first_name} and {second_name} should have same length! They have {len(first)} and {len(second)} entries; give one "
+            "for each value"
         )
         raise StyleError(message)
 
@@ -173,12 +182,12 @@ class PrepareModuleInput(ParallelStyle):
     """Label and move the inputs of a module.
 
     Args:
-        input_layouts: what plain positional inputs are: one layout, or one for each, None for what is left alone, as inputs
-            beyond the last entry are.
+        input_layouts: what plain positional inputs are: one layout, or one for each, None for what is left alone.
         desired_input_layouts: what the module wants, entry by entry.
         input_kwarg_layouts: the same for inputs passed by name.
         desired_input_kwarg_layouts: likewise.
         use_local_output: whether the module gets plain tensors instead of DTensors.
+        leave_others: leave positional inputs beyond the last entry alone, instead of an error when the module is called.
 
     Raises:
         StyleError: when the two lists of a pair have different lengths, or names differ.
@@ -196,6 +205,7 @@ class PrepareModuleInput(ParallelStyle):
     input_kwarg_layouts: Mapping[str, Placement | None] | None = None
     desired_input_kwarg_layouts: Mapping[str, Placement | None] | None = None
     use_local_output: bool = False
+    leave_others: bool = False
 
     def __post_init__(self) -> None:
         _check_pair(
@@ -207,8 +217,8 @@ class PrepareModuleInput(ParallelStyle):
         given, wanted = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
         if set(given) != set(wanted):
             message = (
-                f"input_kwarg_layouts names {sorted(given)} and desired_input_kwarg_layouts {sorted(wanted)}; both should "
-                "name the same inputs"
+                "input_kwarg_layouts and desired_input_kwarg_layouts should have same length! They name "
+                f"{sorted(given)} and {sorted(wanted)}; both should name the same inputs"
             )
             raise StyleError(message)
 
@@ -235,7 +245,7 @@ class PrepareModuleInput(ParallelStyle):
                 raise StyleError(message)
             target = (self.desired_input_kwarg_layouts or {})[name]
             by_name[name] = _Crossing(device_mesh, label, target, self.use_local_output)
-        substitute(module, _Inputs(names, by_position, by_name))
+        substitute(module, _Inputs(names, by_position, by_name, self.leave_others))
         return module
 
 

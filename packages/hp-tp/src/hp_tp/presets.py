@@ -248,7 +248,10 @@ def _whole_inside(dim: int) -> ParallelStyle:
     """A piece of the sequence outside, plain whole values inside."""
     cut = Shard(dim)
     enter = PrepareModuleInput(
-        input_layouts=cut, desired_input_layouts=Replicate(), use_local_output=True
+        input_layouts=cut,
+        desired_input_layouts=Replicate(),
+        use_local_output=True,
+        leave_others=True,
     )
     return CombinedParallel(styles=(enter, LeavingParallel(dim=dim)))
 
@@ -287,6 +290,7 @@ def mla_plan(
         input_layouts=Shard(sequence_dim) if sequence_parallel else Replicate(),
         desired_input_layouts=Replicate(),
         use_local_output=True,
+        leave_others=True,
     )
 
     def entries(names: DecoderNames) -> Entries:
@@ -352,7 +356,9 @@ def _entries(
 ) -> Iterator[tuple[str, ParallelStyle]]:
     between: Placement = Shard(sequence_dim) if sequence_parallel else Replicate()
     norm = SequenceParallel(sequence_dim=sequence_dim)
-    enter = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    enter = PrepareModuleInput(
+        input_layouts=between, desired_input_layouts=Replicate(), leave_others=True
+    )
     leave = RowwiseParallel(output_layouts=between)
     yield names.embedding, leave
     for sub_norm, module, first, last in (
