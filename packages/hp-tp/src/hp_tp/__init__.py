@@ -69,6 +69,13 @@ from hp_tp.linear_attention import (
     GatedDeltaNetParallel,
 )
 from hp_tp.norm import SequenceParallel
+from hp_tp.overlap import (
+    AsyncTPReport,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    maybe_enable_async_tp,
+    overlap,
+)
 from hp_tp.pipeline import (
     parallelize_llama,
     parallelize_qwen3_5,
@@ -111,6 +118,7 @@ __all__ = [
     "HUGGING_FACE_NAMES",
     "LLAMA_NAMES",
     "AllToAllDispatcher",
+    "AsyncTPReport",
     "BoundaryError",
     "CollectiveRow",
     "ColwiseParallel",
@@ -153,6 +161,7 @@ __all__ = [
     "UnsupportedModuleError",
     "__version__",
     "adapter_plan",
+    "all_gather_matmul",
     "attention_activation_placement",
     "check_degree",
     "colwise_config",
@@ -168,9 +177,12 @@ __all__ = [
     "linear_attention_plan",
     "llama_plan",
     "match_plan",
+    "matmul_reduce_scatter",
+    "maybe_enable_async_tp",
     "mla_plan",
     "moe_plan",
     "norm_config",
+    "overlap",
     "parallelize",
     "parallelize_llama",
     "parallelize_module",

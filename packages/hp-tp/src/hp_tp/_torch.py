@@ -20,6 +20,7 @@ __all__ = [
     "children_of",
     "mark_flattened",
     "parameters_of",
+    "pipeline_products_in_compiler",
     "start_fake_world",
 ]
 
@@ -63,3 +64,14 @@ def start_fake_world(size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+
+
+def pipeline_products_in_compiler(mesh: TorchMesh) -> bool:
+    """Turn on inductor's pass that overlaps products with collectives, if *mesh*'s ranks share memory; it has no public switch."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    if not is_symm_mem_enabled_for_group(mesh.get_group().group_name):
+        return False
+    inductor._micro_pipeline_tp = True
+    return True

@@ -5,9 +5,8 @@ results by their log-sum-exp; it holds two pieces at a time. *Gather*: keys and 
 runs with a mask. *Ulysses*: an all-to-all turns the cut of the sequence into a cut of the heads, and back.
 
 The ring's backward computes the weights again from the log-sum-exp, piece by piece, while the gradients of keys and values
-travel with them and arrive at home after a full turn. Sending is one functional all-to-all in which every rank sends to its
-neighbour only: it works on every backend, a compiler can trace it, and it cannot deadlock as pairs of sends may. It is
-started before the piece at hand is attended to, and waited for after.
+travel with them and arrive at home after a full turn. A piece is sent on before it is attended to, and the next one waited for
+after (:mod:`hp_tp.ring`).
 
 With head and tail pieces (:mod:`hp_tp.context_shards`) causality needs no mask but on the diagonal: of an earlier rank's
 keys only the head counts, for all queries; to a later rank's keys only the tail of the queries attends.
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from hp_dtensor import Partial, Replicate, Shard, redistribute_local
-from hp_mesh.collectives import all_to_all, wait
 
 from hp_tp.context_shards import SequenceCut, places, sequence_positions
 from hp_tp.errors import ContextParallelError
+from hp_tp.ring import receive, send
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -276,20 +275,6 @@ class _Ring:
         """Whose piece is here after *step* sends."""
         return (self.mesh.get_local_rank() - step) % self.mesh.size()
 
-    def send(self, *tensors: Tensor) -> Tensor:
-        """Start sending *tensors* to the next rank, and return what will come from the one before, flat."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
-        to, come = [0] * ranks, [0] * ranks
-        to[(own + 1) % ranks] = come[(own - 1) % ranks] = flat.numel()
-        return all_to_all(flat, come, to, self.mesh.get_group(), async_op=True)
-
-    @staticmethod
-    def receive(flat: Tensor, *like: Tensor) -> list[Tensor]:
-        """Wait for what was sent, in the shapes of *like*."""
-        pieces = wait(flat).split([tensor.numel() for tensor in like])
-        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
     def mask(self, mask: Tensor | None, source: int, groups: int, kv_heads: int) -> Tensor | None:
         """The columns of rank *source*'s keys of *mask*, as ``[batch, kv_heads, groups, queries, keys]``."""
         if mask is None:
@@ -343,7 +328,7 @@ class _RingAttention(torch.autograd.Function):
         held = [key, value]
         ranks = ring.mesh.size()
         for step in range(ranks):
-            coming = ring.send(*held) if step + 1 < ranks else None
+            coming = send(ring.mesh, *held) if step + 1 < ranks else None
             source = ring.source(step)
             part = ring.part(source, length)
             if part is not None:
@@ -353,7 +338,7 @@ class _RingAttention(torch.autograd.Function):
                 scores = _scores(q[:, :, :, first:], k, part, columns, ring.scale)
                 _merge(out[:, :, :, first:], lse[:, :, :, first:], scores, v)
             if coming is not None:
-                held = ring.receive(coming, key, value)
+                held = receive(coming, key, value)
         mixed = out.flatten(1, 2).to(query.dtype)
         saved = (
             (query, key, value, mixed, lse)
@@ -385,7 +370,7 @@ class _RingAttention(torch.autograd.Function):
         carried = [torch.zeros_like(t, dtype=q.dtype) for t in (key, value)]
         ranks = ring.mesh.size()
         for step in range(ranks):
-            coming = ring.send(*held) if step + 1 < ranks else None
+            coming = send(ring.mesh, *held) if step + 1 < ranks else None
             source = ring.source(step)
             part = ring.part(source, length)
             if part is not None:
@@ -404,10 +389,10 @@ class _RingAttention(torch.autograd.Function):
                 of_query[:, :, :, first:] += (flat @ k).view_as(some)
                 carried[0][:, :, :last] += flat.transpose(-2, -1) @ some.flatten(2, 3)
             # Gradients leave after they are added to; the last send brings them home.
-            returning = ring.send(*carried)
+            returning = send(ring.mesh, *carried)
             if coming is not None:
-                held = ring.receive(coming, key, value)
-            carried = ring.receive(returning, *carried)
+                held = receive(coming, key, value)
+            carried = receive(returning, *carried)
         of_key, of_value = carried
         return (
             of_query.flatten(1, 2).to(query.dtype),

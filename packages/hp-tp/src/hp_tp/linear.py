@@ -26,7 +26,16 @@ from hp_mesh import DeviceMesh
 from hp_mesh.collectives import wait
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_tp.boundary import PARTIAL, REPLICATE, check_even, hand_out, move, normal
+from hp_tp.boundary import (
+    PARTIAL,
+    REPLICATE,
+    check_even,
+    hand_out,
+    layout_on,
+    move,
+    normal,
+)
+from hp_tp.overlap import active, all_gather_matmul, matmul_reduce_scatter, overlap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -101,6 +110,11 @@ class LinearLayout:
 
     def _run(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
         moves = self.moves(input.dim())
+        around = active()
+        if around is not None:
+            overlapped = self._overlapped(around, module, input, moves)
+            if overlapped is not None:
+                return overlapped
         whole_input = isinstance(input, TorchDTensor)
         to_reduce = not self.by_rows and self.mesh.size() > 1
         if whole_input or moves.label != moves.wanted:
@@ -126,6 +140,57 @@ class LinearLayout:
             return output
         shape = (*input.shape[:-1], module.out_features)
         return hand_out(output, self.mesh, moves.out[0], shape, local=False)
+
+    def _overlapped(
+        self,
+        around: overlap,
+        module: nn.Linear,
+        input: Tensor,  # noqa: A002  # torch's name for it
+        moves: _Moves,
+    ) -> Tensor | None:
+        """The output with the collective next to the product overlapped; None when there is none to overlap with."""
+        found = layout_on(input, self.mesh, "the input of a linear layer")
+        held = moves.label if found is None else found[0]
+        bias: Tensor | None = module.bias
+        if self.by_rows:
+            if held != moves.wanted or self.reduce_dtype is not None:
+                around.skip(
+                    f"a row-parallel layer with an input laid out as {held}, or with a reduce_dtype"
+                )
+                return None
+            shape = torch.Size((*input.shape[:-1], module.out_features))
+            dim = around.sequence(moves.out[0], shape, self.mesh)
+            if dim is None:
+                return None
+            output = matmul_reduce_scatter(
+                to_local(input), to_local(module.weight), self.mesh, dim=dim
+            )
+            if bias is not None:
+                output = output + to_local(bias, grad_placements=moves.bias_grad)
+            around.hit()
+            return hand_out(output, self.mesh, moves.out[0], shape, local=self.use_local_output)
+        if moves.moves or module.out_features % self.mesh.size():
+            around.skip("a column-parallel layer whose outputs are moved, or do not divide")
+            return None
+        length = [
+            size * self.mesh.size() if i == shard_dim(held) else size
+            for i, size in enumerate(input.shape)
+        ]
+        dim = around.sequence(
+            held, torch.Size(length) if found is None else input.shape, self.mesh
+        )
+        if dim is None:
+            return None
+        output = all_gather_matmul(
+            to_local(input),
+            to_local(module.weight),
+            self.mesh,
+            dim=dim,
+            bias=None if bias is None else to_local(bias),
+        )
+        around.hit()
+        shape = torch.Size((*output.shape[:-1], module.out_features))
+        return hand_out(output, self.mesh, moves.out[0], shape, local=self.use_local_output)
 
     def moves(self, ndim: int) -> _Moves:
         """What the layer does to inputs of *ndim* dims."""
