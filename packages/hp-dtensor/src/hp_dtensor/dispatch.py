@@ -43,7 +43,7 @@ from hp_dtensor.errors import (
     NoRuleError,
 )
 from hp_dtensor.outputs import plain_outputs
-from hp_dtensor.placements import REPLICATE, Shard, shard_dim
+from hp_dtensor.placements import REPLICATE, Cut, Shard, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.rules import (
     LocalCall,
@@ -504,6 +504,26 @@ def _mixes(before: Sequence[Sequence[Placement] | None], now: Sequence[Placement
     )
 
 
+def _elementwise(
+    op: OpOverload,
+    present: Sequence[Placement],
+    metas: Sequence[TensorMeta],
+    outputs: Sequence[TensorMeta | None],
+) -> Iterator[Strategy]:
+    """What no rule knows of: placements of one's own, which an elementwise operator on equal shapes keeps."""
+    if torch.Tag.pointwise not in op.tags:
+        return
+    for placement in dict.fromkeys(p for p in present if isinstance(p, Cut)):
+        shape = metas[present.index(placement)].shape
+        if all(meta is not None and meta.shape == shape for meta in outputs) and all(
+            meta.shape == shape or math.prod(meta.shape) == 1 for meta in metas
+        ):
+            yield Strategy(
+                outputs=(placement,) * len(outputs),
+                inputs=tuple(placement if m.shape == shape else REPLICATE for m in metas),
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What was chosen for one call: placements over all axes for each tensor argument and each result."""
@@ -545,6 +565,7 @@ def choose(
         best, price = everywhere, math.inf
         for strategy in (
             *(common_strategies(rule, calls) if rule is not None else ()),
+            *_elementwise(op, present, metas, outputs),
             everywhere,
         ):
             if any(strategy.inputs[i] != specs[i].placements[axis] for i in written):
@@ -1140,9 +1161,13 @@ def _warn_replicated(op: OpOverload, specs: Sequence[Spec]) -> None:
         refuse_communication(op, what)
     if str(op) not in _warned:
         _warned.add(str(op))
+        why = "has no sharding rule"
+        advice = "Register one with hp_dtensor.register_rule to keep it sharded"
+        if torch.Tag.dynamic_output_shape in op.tags:
+            why = "has no sharding rule, since the shape of its result depends on values"
+            advice = "Where the shape is known, an operator with a fixed one (where, a mask) stays sharded"
         warnings.warn(
-            f"{op} has no sharding rule: its inputs ({int(moved)} bytes) are replicated on every rank before it runs. "
-            "Register one with hp_dtensor.register_rule to keep it sharded",
+            f"{op} {why}: its inputs ({int(moved)} bytes) are replicated on every rank before it runs. {advice}",
             stacklevel=2,
         )
 

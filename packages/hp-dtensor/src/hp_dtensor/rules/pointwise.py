@@ -174,11 +174,16 @@ def linear_in(call: OpCall, groups: Iterable[Iterable[int]]) -> Iterator[frozens
                 yield members | outs
 
 
+_QUOTIENTS = frozenset({"div", "true_divide"})
+
+
 def _commutes(call: OpCall, members: frozenset[int]) -> bool:
     result = call.outputs[0] if call.outputs else call.tensors[0]
     if result is None or result.dtype == torch.bool:
         return False
     dtypes = [call.tensors[member].dtype for member in members]
+    if packet_name(call) in _QUOTIENTS and result.dtype.is_floating_point:
+        return torch.bool not in dtypes  # of integers too: the quotient is no integer
     return all(
         dtype == result.dtype or (is_inexact(dtype) and is_inexact(result.dtype))
         for dtype in dtypes
@@ -353,7 +358,30 @@ def _no_strategy(_call: OpCall) -> Iterator[Strategy]:
     return iter(())
 
 
+_PRIMS = (
+    *("abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and"),
+    *("bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "convert_element_type", "cos", "cosh"),
+    *("cbrt", "digamma", "eq", "erf", "erfc", "erf_inv", "exp", "exp2", "expm1", "floor", "fmax"),
+    *("fmin", "fmod", "ge", "gt", "hypot", "igamma", "igammac", "imag", "isfinite", "ldexp", "le"),
+    *("lgamma", "log", "log10", "log1p", "log2", "lt", "maximum", "minimum", "ndtri", "ne"),
+    *("nextafter", "pow", "real", "reciprocal", "remainder", "round", "rsqrt", "shift_left"),
+    *("shift_right_arithmetic", "sign", "signbit", "sin", "sinh", "spherical_bessel_j0", "sqrt"),
+    *("tan", "tanh", "trunc", "where", "zeta", "neg", "add", "sub", "mul", "div", "gcd", "frexp"),
+    *("bessel_i0", "bessel_i0e", "bessel_i1", "bessel_i1e", "bessel_j0", "bessel_j1", "clone"),
+    *("conj", "conj_physical", "view_of"),
+)
+"""Torch's primitives of one element, which carry no tag."""
+
 register_tag_rule(torch.Tag.pointwise, OpRule(elementwise, None, _linear))
+register_rule(
+    [
+        getattr(torch.ops.prims, name).default
+        for name in _PRIMS
+        if hasattr(torch.ops.prims, name)
+    ],
+    elementwise,
+    linear=_linear,
+)
 register_rule(aten_ops("equal"), _no_strategy)
 register_rule(aten_ops(*_COPIES), _copy)
 register_rule(aten_ops("detach_"), _copy, local=_as_it_is)

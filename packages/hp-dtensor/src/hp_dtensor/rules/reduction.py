@@ -217,6 +217,7 @@ register_rule(
     aten_ops("sum.default", "sum.dim_IntList", "sum.IntList_out"), reduction(_sum), linear=_linear
 )
 register_rule(aten_ops("nansum"), reduction(_sum))
+register_rule(aten_ops("linalg__powsum"), reduction(_sum, position=2))
 register_rule(aten_ops("mean"), reduction(_sum), linear=_linear, local=_mean_local)
 register_rule(aten_ops("count_nonzero"), reduction(_sum))
 register_rule(aten_ops("prod"), _idempotent("product"))
