@@ -459,3 +459,18 @@ def test_addends_of_a_masked_lookup_are_masked_before_they_are_reduced() -> None
         got = redistribute_tensor(local, mesh, (2, 3, 2), tuple(source), (target,))
         want = _shard(weight[tokens], (target,), (2,), (dist.get_rank(),))
         assert torch.equal(got, want)
+
+
+@spmd(world_size=2)
+def test_what_arrives_is_row_major() -> None:
+    """Also where a piece has one index in a dim, so that the joined pieces could be a transposed view."""
+    mesh = init_device_mesh("cpu", (2,))
+    for shape in ((4, 2), (2, 4), (2, 2), (1, 2), (4, 2, 1), (3, 2, 2)):
+        whole = torch.arange(float(math.prod(shape))).view(shape)
+        layouts: list[Placement] = [_R, *(Shard(dim) for dim in range(len(shape)))]
+        for source, target in itertools.permutations(layouts, 2):
+            local = _shard(whole, (source,), (2,), (dist.get_rank(),))
+            got = redistribute_tensor(local, mesh, shape, (source,), (target,))
+            want = _shard(whole, (target,), (2,), (dist.get_rank(),))
+            assert got.is_contiguous()
+            assert torch.equal(got, want)

@@ -246,7 +246,7 @@ def _all_gather(site: _Site) -> Run:
 
     def run_inner(local: Tensor, async_op: bool) -> Tensor:
         got = collectives.all_gather(local, group, async_op=async_op)
-        return got.view(len(sizes), before, rest).transpose(0, 1).reshape(whole)
+        return got.view(len(sizes), before, rest).transpose(0, 1).reshape(whole).contiguous()
 
     return run_inner if dim else run
 
@@ -349,7 +349,8 @@ def _all_to_all_even(
         got = collectives.all_to_all(pack(local), splits, splits, group, async_op=async_op)
         if joined_before == 1:
             return got.view(whole)
-        return got.view(ranks, joined_before, joined_rest).transpose(0, 1).reshape(whole)
+        got = got.view(ranks, joined_before, joined_rest).transpose(0, 1)
+        return got.reshape(whole).contiguous()
 
     return run
 
