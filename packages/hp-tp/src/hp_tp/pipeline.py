@@ -34,6 +34,7 @@ from hp_tp.linear_attention import GatedDeltaNetParallel, head_problems
 from hp_tp.plan import match_plan, parallelize_module
 from hp_tp.presets import HUGGING_FACE_NAMES, LLAMA_NAMES, DecoderNames, llama_plan
 from hp_tp.recompute import Recompute, recompute_and_compile
+from hp_tp.replicas import LocalReplicas
 from hp_tp.style import ParallelStyle
 
 __all__ = ["parallelize_llama", "parallelize_qwen3_5"]
