@@ -365,6 +365,7 @@ def infer_outputs(
     metas: Sequence[TensorMeta],
 ) -> object:
     """What *op* gives on whole tensors of *metas*, run on the meta device: nothing is computed or allocated."""
+
     def run(other: OpOverload, tensors: Sequence[Tensor]) -> object:
         filled, named = with_tensors(args, kwargs, tensors)
         return other(*filled, **named)
@@ -1026,7 +1027,9 @@ def moves_of(
         choice = choose(op, rule, args, kwargs, specs, outputs, written)
     except (NotImplementedError, RuntimeError):
         return None
-    found = ((spec, spec.with_placements(to)) for spec, to in zip(specs, choice.inputs, strict=True))
+    found = (
+        (spec, spec.with_placements(to)) for spec, to in zip(specs, choice.inputs, strict=True)
+    )
     return [(i, a, b) for i, (a, b) in enumerate(found) if a is not b and _needs_network(a, b)]
 
 

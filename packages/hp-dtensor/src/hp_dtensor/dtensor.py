@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -237,6 +238,19 @@ class DTensor(TorchDTensor):
             msg = f"the local_tensor argument only accepts torch.Tensor but got {type(local_tensor)} value."
             raise RuntimeError(msg)  # noqa: TRY004  # what torch raises
         mesh = get_current_mesh() if device_mesh is None else DeviceMesh.from_torch(device_mesh)
+        asked = run_check or not (shape is None and stride is None and grad_placements is None)
+        recorded = local_tensor.requires_grad and torch.is_grad_enabled()
+        if not (asked or recorded or torch.compiler.is_compiling()) and type(placements) in _LISTS:
+            spec = _even(
+                mesh,
+                tuple(placements),  # type: ignore[arg-type]  # a list or a tuple
+                local_tensor.shape,
+                local_tensor.stride(),
+                local_tensor.dtype,
+            )
+            if spec is not None and local_tensor.device.type in (mesh.device_type, "meta"):
+                local = local_tensor.detach() if local_tensor.requires_grad else local_tensor
+                return cast("DTensor", new_dtensor(DTensor, local, spec, False))
         resolved = resolve(placements, mesh, local_tensor.ndim)
         grad = (
             None if grad_placements is None else resolve(grad_placements, mesh, local_tensor.ndim)
@@ -397,6 +411,31 @@ class DTensor(TorchDTensor):
     )
 
 
+_LISTS = (list, tuple)
+
+
+@lru_cache(maxsize=4096)
+def _even(
+    mesh: DeviceMesh,
+    placements: tuple[Any, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Spec | None:
+    """The tensor whose pieces all have *shape* and *stride*; None on a rank outside of *mesh*.
+
+    Raises:
+        LayoutError: when the placements do not fit.
+    """
+    if mesh.get_coordinate() is None:
+        return None
+    resolved = resolve(placements, mesh, len(shape))
+    whole, steps = _autograd.global_shape(
+        torch.empty_strided(shape, stride, dtype=dtype, device="meta"), mesh, resolved
+    )
+    return make_spec(mesh, resolved, whole, steps, dtype)
+
+
 _SETTLED = "__settled__"
 """Where a leaf keeps the handle of the hook that lays out its gradient; not copied or pickled with it."""
 
@@ -408,11 +447,14 @@ class _Settle:
     """
 
     def __init__(self, spec: Spec) -> None:
+        self.spec = spec
         self.mesh = spec.mesh
         self.wanted = gradient_placements(spec.placements)
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         spec = spec_of(grad)
+        if spec is self.spec and not spec.is_partial:
+            return None
         if spec is None or spec.placements == self.wanted or spec.mesh != self.mesh:
             return None
         return _autograd.redistribute(DTensor, grad, self.mesh, self.wanted)
