@@ -27,6 +27,7 @@ from hp_dtensor.errors import LayoutError
 from hp_dtensor.placements import (
     REDUCE_OPS,
     REPLICATE,
+    Cut,
     Partial,
     Placement,
     Shard,
@@ -149,6 +150,9 @@ def tensor_map_of(
     last = len(mesh_shape) - 1
     cutting: list[list[int]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
+        if isinstance(placement, Cut):
+            msg = f"placements[{axis}] is {placement}, which no tensor map can say; use the placements"
+            raise LayoutError(msg)
         dim = shard_dim(placement)
         if dim is not None:
             if not -ndim <= dim < ndim:
@@ -600,8 +604,8 @@ class Layout:
         return isinstance(other, Layout) and self._value() == other._value()
 
     def __hash__(self) -> int:
-        # Without the sizes, which may be symbolic under a compiler and then have no hash.
-        return hash((self.device_mesh, self.placements, self.ndim))
+        # Equal values hash alike, and a layout equals `torch.strided`: torch asks `tensor.layout in {torch.strided, ...}`.
+        return hash(torch.strided)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return Layout._of, (self.device_mesh, self.placements, self.ndim, self.tensor_meta)
