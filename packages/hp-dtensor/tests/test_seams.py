@@ -60,6 +60,16 @@ def test_a_torch_spec_has_the_fields_that_others_read() -> None:
     } <= fields
 
 
+def test_an_operator_has_a_direct_call() -> None:
+    """What `direct` gives takes the operator's arguments, by position and by name, and is dispatched alike."""
+    x = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    total = seam.direct(aten.sum.dim_IntList)(x, [0], dtype=torch.float64)
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(total, torch.tensor([4.0, 2.0], dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        seam.direct(aten.mm.default)(x, x[:1])
+
+
 def test_strided_shard_is_a_value() -> None:
     """The private placement compares by dim and factor, and is no plain shard."""
     assert seam.StridedShard(0, split_factor=2) == seam.StridedShard(0, split_factor=2)

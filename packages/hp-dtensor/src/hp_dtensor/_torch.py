@@ -60,6 +60,7 @@ __all__ = [
     "decompose",
     "decomposition_of",
     "define_operator",
+    "direct",
     "disable_current_modes",
     "disabled_torch_function",
     "functional_packet",
@@ -102,6 +103,11 @@ def decomposition_of(op: OpOverload) -> Callable[..., object] | None:
 def schema_of(op: OpOverload) -> FunctionSchema:
     """The schema of *op*: its name, arguments and aliasing; the public ``torch.ops`` objects offer it nowhere."""
     return op._schema
+
+
+def direct(op: OpOverload) -> Callable[..., object]:
+    """What calling *op* ends in, without a Python frame in between: half a microsecond a call."""
+    return cast("Callable[..., object]", op._op)
 
 
 def decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -505,6 +505,24 @@ def _mixes(before: Sequence[Sequence[Placement] | None], now: Sequence[Placement
     )
 
 
+_LIKE_THEIR_ARGUMENT = frozenset(
+    {
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.copy_.default,
+        aten.detach.default,
+        aten.empty_like.default,
+        aten.fill_.Scalar,
+        aten.full_like.default,
+        aten.ones_like.default,
+        aten.zero_.default,
+        aten.zeros_like.default,
+    }
+)
+"""Operators that torch does not call pointwise, and whose result has an entry for each of the argument's."""
+
+
 def _elementwise(
     op: OpOverload,
     present: Sequence[Placement],
@@ -512,7 +530,7 @@ def _elementwise(
     outputs: Sequence[TensorMeta | None],
 ) -> Iterator[Strategy]:
     """What no rule knows of: placements of one's own, which an elementwise operator on equal shapes keeps."""
-    if torch.Tag.pointwise not in op.tags:
+    if torch.Tag.pointwise not in op.tags and op not in _LIKE_THEIR_ARGUMENT:
         return
     for placement in dict.fromkeys(p for p in present if isinstance(p, Cut)):
         shape = metas[present.index(placement)].shape
@@ -758,7 +776,7 @@ def _make_plan(
         filled, named = with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
         call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
         local = rule.local(_local_call(call, targets, made))
-    local = hits.BINDINGS.get(op, op) if local is op else local
+    local = hits.fastest(op) if local is op else local
     single = made[0] if isinstance(result, torch.Tensor) else None
     return Plan(
         mesh=mesh,
