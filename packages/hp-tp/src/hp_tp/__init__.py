@@ -1,9 +1,13 @@
 """Tensor parallelism for PyTorch modules: styles, plans, and the boundaries between local and distributed.
 
 General layout, bottom up: ``errors``; ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
-(a value crosses), ``placing`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding`` (local computation);
-``tensor_parallel``, ``norm``, ``prepare``, ``attention`` (the styles); ``plan`` (names to styles),
-``presets`` (plans of known models), ``report`` (what a plan will do), ``testing`` (prove a plan).
+(a value crosses), ``placing`` and ``local_states`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding``,
+``fused`` (local computation); ``tensor_parallel``, ``norm``, ``prepare``, ``attention``, ``experts``, ``linear_attention``,
+``seams``, ``replicas`` (the styles); ``sharding`` (declarations) and ``declared`` (carried out); ``plan`` (names to styles),
+``conversion`` (between plans and declarations), ``protocol`` (modules that declare themselves) and ``decoder_sharding``;
+``presets``, ``adapters`` and ``hugging_face`` (plans of known models), ``report`` (what a plan will do), ``testing`` (prove a
+plan); ``context_shards``, ``context_attention``, ``context_parallel``, ``recompute`` and ``pipeline`` (whole recipes);
+``overlap``, ``input_reshard`` and ``data_parallel`` beside them.
 """
 
 from hp_tp._version import __version__
