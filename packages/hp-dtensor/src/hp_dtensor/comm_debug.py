@@ -174,17 +174,17 @@ class CommDebugMode(TorchDispatchMode):
             )
         )
 
-    def get_comm_counts(self) -> CommCounts:
+    def get_comm_counts(self) -> dict[OpOverloadPacket, int]:
         """How often each collective was started, by packet; 0 for all others."""
         return CommCounts(Counter(record.op for record in self.records))
 
     @property
-    def comm_counts(self) -> CommCounts:
+    def comm_counts(self) -> dict[OpOverloadPacket, int]:
         """What :meth:`get_comm_counts` gives."""
         return self.get_comm_counts()
 
     @property
-    def comm_module_counts(self) -> dict[str, dict[str, CommCounts]]:
+    def comm_module_counts(self) -> dict[str, dict[str, dict[OpOverloadPacket, int]]]:
         """The counts of each module that something was started in, ``"forward"`` and ``"backward"`` apart.
 
         A collective counts for its module and the modules around it; under ``"Global"`` all of them count.
