@@ -7,7 +7,7 @@ General layout, bottom up: ``errors``; ``substitution`` (another forward for a m
 ``conversion`` (between plans and declarations), ``protocol`` (modules that declare themselves) and ``decoder_sharding``;
 ``presets``, ``adapters`` and ``hugging_face`` (plans of known models), ``report`` (what a plan will do), ``testing`` (prove a
 plan); ``context_shards``, ``context_attention``, ``context_parallel``, ``recompute`` and ``pipeline`` (whole recipes);
-``overlap``, ``input_reshard`` and ``data_parallel`` beside them.
+``overlap``, ``input_reshard``, ``data_parallel`` and ``wire`` (between stages of a pipeline) beside them.
 """
 
 from hp_tp._version import __version__
@@ -117,6 +117,7 @@ from hp_tp.sharding import (
 )
 from hp_tp.style import CombinedParallel, ParallelStyle
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
+from hp_tp.wire import WireMeta, pack_meta, unpack
 
 __all__ = [
     "HUGGING_FACE_NAMES",
@@ -163,6 +164,7 @@ __all__ = [
     "TokenDispatcher",
     "UnmatchedKeyError",
     "UnsupportedModuleError",
+    "WireMeta",
     "__version__",
     "adapter_plan",
     "all_gather_matmul",
@@ -187,6 +189,7 @@ __all__ = [
     "moe_plan",
     "norm_config",
     "overlap",
+    "pack_meta",
     "parallelize",
     "parallelize_llama",
     "parallelize_module",
@@ -208,5 +211,6 @@ __all__ = [
     "split_sequence",
     "sync_grad_hook",
     "token_id_placement",
+    "unpack",
     "unparallelize",
 ]
