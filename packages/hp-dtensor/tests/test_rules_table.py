@@ -1046,6 +1046,11 @@ def diagonal_backward() -> Iterable[Sample]:
     return [s(CUBE.diagonal(1, 0, 2), [2, 5, 3], 1, 0, 2)]
 
 
+@samples("diagonal_scatter.default")
+def diagonal_scatter() -> Iterable[Sample]:
+    return [s(CUBE, draw((5, 2))[0], 1, 0, 2), s(A, draw((4,))[0])]
+
+
 @samples("slice_scatter.default")
 def slice_scatter() -> Iterable[Sample]:
     return [s(CUBE, draw((2, 3, 3))[0], 1, 1, 4)]
@@ -1476,9 +1481,47 @@ def cdist() -> Iterable[Sample]:
     return [s(*draw((2, 5, 3), (2, 4, 3)), 2.0, None), s(*draw((5, 3), (4, 3)), 1.0, None)]
 
 
+@samples("_cdist_backward.default")
+def cdist_backward() -> Iterable[Sample]:
+    found = []
+    for p, left, right in ((2.0, (2, 5, 3), (2, 4, 3)), (1.0, (5, 3), (4, 3))):
+        a, b = draw(left, right)
+        distance = aten._cdist_forward(a, b, p, None)
+        found.append(s(draw(tuple(distance.shape))[0], a, b, p, distance))
+    return found
+
+
+@samples("_trilinear.default")
+def trilinear() -> Iterable[Sample]:
+    return [s(*draw((5, 3), (4, 3, 2), (5, 2)), [1, 3], [0], [1, 2], [2, 3])]
+
+
+@samples("linalg_pinv.atol_rtol_tensor")
+def pinv() -> Iterable[Sample]:
+    small = torch.tensor(1e-9, dtype=torch.float64)
+    each = torch.full((5,), 1e-9, dtype=torch.float64)
+    (x,) = draw((5, 4, 3))
+    return [s(x, atol=small, rtol=small), s(x, atol=each, rtol=each), s(x[0], rtol=small)]
+
+
+@samples("linalg_pinv.atol_rtol_float")
+def pinv_by_numbers() -> Iterable[Sample]:
+    return [s(*draw((5, 4, 3)), rtol=1e-9)]
+
+
+@samples("linalg__powsum.default")
+def powsum() -> Iterable[Sample]:
+    return [s(CUBE, 3, [1]), s(CUBE, 2.0), s(A, 1.0, [0], True)]
+
+
 @samples("_euclidean_dist.default")
 def euclidean() -> Iterable[Sample]:
     return [s(*draw((5, 3), (4, 3)))]
+
+
+@samples("as_strided.default")
+def as_strided() -> Iterable[Sample]:
+    return [s(A, [5, 4], [4, 1]), s(A, [5, 4], [4, 1], 0), s(A, [2, 2], [1, 2])]
 
 
 @samples("diag_embed.default")
@@ -1556,6 +1599,23 @@ def batch_norm_no_training() -> Iterable[Sample]:
     return [s(x, w, b, mean, positive((4,))[0], 0.1, 1e-5)]
 
 
+@samples("_batch_norm_no_update.default")
+def batch_norm_no_update() -> Iterable[Sample]:
+    x, w, b, mean = draw((5, 4, 3), (4,), (4,), (4,))
+    return [s(x, w, b, mean, positive((4,))[0], 0.1, 1e-5)]
+
+
+@samples("_batch_norm_with_update.default", "_batch_norm_with_update_functional.default")
+def batch_norm_with_update() -> Iterable[Sample]:
+    return list(batch_norm_no_update())
+
+
+@samples("batch_norm_backward.default")
+def any_batch_norm_backward() -> Iterable[Sample]:
+    (reserve,) = draw((0,))
+    return [s(*given.args, reserve) for given in batch_norm_backward()]
+
+
 @samples("native_batch_norm_backward.default")
 def batch_norm_backward() -> Iterable[Sample]:
     x, g, w, mean = draw((5, 4, 3), (5, 4, 3), (4,), (4,))
@@ -1629,6 +1689,7 @@ NOT_RUN = {
     "_scaled_dot_product_fused": "an accelerator's kernel",
     "_fused_rms_norm_backward": "an accelerator's kernel; written down by hand in test_rules_norm",
     "_masked_scale": "an accelerator's kernel",
+    "_scaled_mm": "numbers of eight bits, which torch cannot compare; swept over in test_op_db",
     "_lazy_clone": "its copy on write is for the compiler",
     "_pin_memory": "needs an accelerator",
     "equal": "gives no tensor; has no strategies",
