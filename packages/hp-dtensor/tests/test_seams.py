@@ -46,6 +46,33 @@ aten = torch.ops.aten
 pytestmark = pytest.mark.seam
 
 
+def test_the_owners_of_memory_are_counted() -> None:
+    """A tensor that is alone has two, itself and the handle that asks; a view is one more."""
+    tensor = torch.ones(2, 3)
+    assert seam.storage_owners(tensor) == 2
+    view = tensor.t()
+    assert seam.storage_owners(view) == seam.storage_owners(tensor) == 3
+    with torch.inference_mode():
+        assert seam.storage_owners(torch.ones(2).view(1, 2).clone()) == 2
+
+
+def test_a_view_knows_its_base() -> None:
+    """Also where no gradient is recorded; a tensor that is none has none."""
+    tensor = torch.ones(2, 3)
+    with torch.no_grad():
+        assert seam.base_of(tensor.t()[0]) is tensor
+    assert seam.base_of(tensor) is None
+
+
+@spmd(world_size=2)
+def test_the_outside_of_a_subclass_is_reshaped_alone() -> None:
+    """The operator changes shape and strides that torch shows, and not the local tensor."""
+    d = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
+    seam.update_metadata(torch.ops.aten.transpose_.default, (d, 0, 1))
+    assert (d.shape, d.stride()) == ((6, 4), (1, 6))
+    assert d._local_tensor.shape == (2, 6)
+
+
 def test_a_torch_spec_has_the_fields_that_others_read() -> None:
     """DTensorSpec takes mesh, placements and metadata, and derives an axis order."""
     meta = seam.TensorMeta(torch.Size([4]), (1,), torch.float32)

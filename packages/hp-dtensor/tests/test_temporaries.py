@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hp_dtensor import (
+    DTensor,
     InPlaceError,
     MixedTensorError,
     Partial,
     Replicate,
     Shard,
     distribute_tensor,
+    strict,
 )
+from hp_dtensor.errors import ImplicitCommunicationError
 from hp_dtensor.temporaries import HELD_BY_TORCH, alone, owns_memory, references
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
@@ -94,3 +97,23 @@ def test_what_somebody_holds_is_refused() -> None:
     tensors = [x]
     with pytest.raises(InPlaceError):
         tensors[0].sqrt_()
+
+
+@spmd(world_size=2)
+def test_what_was_made_from_other_data_on_each_rank_is_refused() -> None:
+    """A copy that torch reshapes on its way is compared over the ranks; equal ones count as replicated."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.arange(18.0).view(3, 6), mesh, [R])
+    plain = torch.arange(48.0).view(2, 4, 6)
+    products: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: torch.einsum("abd,ed->abe", x.permute(1, 0, 2), weight),
+        lambda x: torch.tensordot(x.transpose(0, 2), weight, dims=([0], [1])),
+    )
+    for product in products:
+        got = product(plain)
+        assert isinstance(got, DTensor)
+        assert got.placements == (R,)
+        with pytest.raises(MixedTensorError, match="differs between the ranks"):
+            product(plain * (1 + mesh.get_rank()))
+        with strict(), pytest.raises(ImplicitCommunicationError):
+            product(plain)
