@@ -49,7 +49,15 @@ from hp_dtensor.local import from_torch, local_map, redistribute_local, to_local
 from hp_dtensor.named_ops import DFunction, DistributedOp
 from hp_dtensor.norms import clip_grad_norm_, get_total_norm
 from hp_dtensor.op_placements import OpPlacements, strategies
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
+from hp_dtensor.placements import (
+    Cut,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
 from hp_dtensor.preview import PlannedStep, RedistributePlan, redistribute_plan
 from hp_dtensor.queries import (
     compute_local_shape_and_global_offset,
@@ -75,6 +83,7 @@ __all__ = [
     "Collective",
     "CommDebugMode",
     "Communication",
+    "Cut",
     "DFunction",
     "DTensor",
     "DTensorSpec",
@@ -94,6 +103,7 @@ __all__ = [
     "Placement",
     "PlannedStep",
     "Policy",
+    "RaggedShard",
     "RedistributeError",
     "RedistributePlan",
     "ReplicaCheck",

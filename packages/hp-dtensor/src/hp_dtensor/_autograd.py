@@ -15,8 +15,8 @@ import torch
 
 from hp_dtensor import replicas
 from hp_dtensor._torch import new_dtensor
-from hp_dtensor.errors import RedistributeError
-from hp_dtensor.placements import Partial, Placement, Replicate, gradient_placements
+from hp_dtensor.errors import LayoutError, RedistributeError
+from hp_dtensor.placements import Cut, Partial, Placement, gradient_placements, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
 from hp_dtensor.transfer import between
@@ -321,8 +321,11 @@ def global_shape(
     shape = list(local.shape)
     stride = list(local.stride())
     for size, placement in zip(mesh.shape, placements, strict=True):
-        if not isinstance(placement, (Partial, Replicate)) and placement.is_shard():
-            dim = cast("int", getattr(placement, "dim"))  # noqa: B009  # Placement declares no dim; each shard has one
+        if isinstance(placement, Cut) and size > 1:
+            msg = f"a piece of {placement} does not tell how long the whole is; pass the global shape="
+            raise LayoutError(msg)
+        dim = shard_dim(placement)
+        if dim is not None:
             shape[dim] *= size
             for other in range(len(stride)):
                 if other != dim and stride[other] >= stride[dim]:

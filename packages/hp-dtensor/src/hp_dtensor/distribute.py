@@ -29,6 +29,7 @@ from hp_dtensor.pieces import ranges_in, sizes_of, take
 from hp_dtensor.placements import REPLICATE, Placement, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.spec import contiguous_stride, make_spec
+from hp_dtensor.transfer import without_addends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,9 +154,9 @@ def distribute_tensor(
     else:
         held: Placements = (REPLICATE,) * mesh.ndim
         if src_data_rank is not None and not whole.is_meta:
-            held = tuple(
-                REPLICATE if placement.is_partial() else placement for placement in resolved
-            )
+            held = without_addends(resolved)
+            if type(whole) is not torch.Tensor:  # its bytes are not its own to cut: quantised, or without data
+                held = (REPLICATE,) * mesh.ndim
             whole = _from_source(whole, mesh, held, src_data_rank)
         local = redistribute_tensor(whole, mesh, shape, held, resolved)
         if (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from hp_mesh import DeviceMesh, get_current_mesh
 
-from hp_dtensor import _autograd
+from hp_dtensor import _autograd, checkpoint
 from hp_dtensor._torch import (
     DTensorSpec,
     TensorMeta,
@@ -31,8 +31,9 @@ from hp_dtensor.checks import check_from_local
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.hits import dispatcher
-from hp_dtensor.layout import Layout, PlacementsLike, resolve
-from hp_dtensor.placements import REPLICATE, Partial, Placement, gradient_placements
+from hp_dtensor.layout import Layout, PlacementsLike, folding, resolve
+from hp_dtensor.placements import REPLICATE, Partial, Placement, RaggedShard, gradient_placements
+from hp_dtensor.replicas import watching
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
 if TYPE_CHECKING:
@@ -127,6 +128,22 @@ class DTensor(TorchDTensor):
             f"DTensor(local_tensor={self._local_tensor}, shape={tuple(spec.shape)}, placements={spec.placements}, "
             f"device_mesh={spec.mesh})"
         )
+
+    def __create_write_items__(self, fqn: str, object: object) -> Any:  # noqa: A002, ANN401  # torch's hook
+        if checkpoint.is_one_box(self._own):
+            return super().__create_write_items__(fqn, object)
+        return checkpoint.write_items(fqn, self._own, self._local_tensor)
+
+    def __create_chunk_list__(self) -> Any:  # noqa: ANN401  # torch's hook
+        if checkpoint.is_one_box(self._own):
+            return super().__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's
+        return checkpoint.chunk_list(self._own)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:  # noqa: ANN401  # torch's hook
+        if checkpoint.is_one_box(self._own):
+            held = super().__get_tensor_shard__(index)  # type: ignore[no-untyped-call]  # torch's
+            return cast("Tensor", held)
+        return checkpoint.chunk_at(index, self._own, self._local_tensor)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DTensor:
         known = memo.get(id(self))
@@ -239,6 +256,7 @@ class DTensor(TorchDTensor):
             raise RuntimeError(msg)  # noqa: TRY004  # what torch raises
         mesh = get_current_mesh() if device_mesh is None else DeviceMesh.from_torch(device_mesh)
         asked = run_check or not (shape is None and stride is None and grad_placements is None)
+        asked = asked or watching()
         recorded = local_tensor.requires_grad and torch.is_grad_enabled()
         if not (asked or recorded or torch.compiler.is_compiling()) and type(placements) in _LISTS:
             spec = _even(
@@ -251,10 +269,9 @@ class DTensor(TorchDTensor):
             if spec is not None and local_tensor.device.type in (mesh.device_type, "meta"):
                 local = local_tensor.detach() if local_tensor.requires_grad else local_tensor
                 return cast("DTensor", new_dtensor(DTensor, local, spec, False))
-        resolved = resolve(placements, mesh, local_tensor.ndim)
-        grad = (
-            None if grad_placements is None else resolve(grad_placements, mesh, local_tensor.ndim)
-        )
+        ndim = local_tensor.ndim + folding(placements) - 1 if shape is None else len(shape)
+        resolved = resolve(placements, mesh, ndim)
+        grad = None if grad_placements is None else resolve(grad_placements, mesh, ndim)
         if local_tensor.device.type not in (mesh.device_type, "meta"):
             local_tensor = local_tensor.to(mesh.device_type)
         if torch.compiler.is_compiling():
@@ -422,12 +439,12 @@ def _even(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Spec | None:
-    """The tensor whose pieces all have *shape* and *stride*; None on a rank outside of *mesh*.
+    """The tensor whose pieces all have *shape* and *stride*; None outside of *mesh*, and where dims are flattened.
 
     Raises:
         LayoutError: when the placements do not fit.
     """
-    if mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None or folding(placements) > 1:
         return None
     resolved = resolve(placements, mesh, len(shape))
     whole, steps = _autograd.global_shape(
@@ -499,5 +516,5 @@ def as_dtensor(tensor: TorchDTensor) -> DTensor:
 
 
 # What a checkpoint of ours holds, so that torch.load(weights_only=True) takes it. Torch lists its own types itself.
-torch.serialization.add_safe_globals([DTensor, rebuild, TensorMeta, DTensorSpec])
+torch.serialization.add_safe_globals([DTensor, RaggedShard, rebuild, TensorMeta, DTensorSpec])
 support_foreach(DTensor)

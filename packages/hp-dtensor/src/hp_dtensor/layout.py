@@ -32,6 +32,7 @@ from hp_dtensor.placements import (
     Placement,
     Shard,
     StridedShard,
+    folded_dims,
     normalize_placements,
     shard_dim,
 )
@@ -100,6 +101,15 @@ def placements_of_aliases(
             )
             out[axis] = Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
     return tuple(out)
+
+
+def folding(placements: PlacementsLike | None) -> int:
+    """How many leading dims *placements* flatten in a local tensor; 1 where they flatten none."""
+    if isinstance(placements, Layout):
+        placements = placements.placements
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    return folded_dims(cast("Sequence[Placement]", placements or ()))
 
 
 def resolve(

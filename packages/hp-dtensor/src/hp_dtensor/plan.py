@@ -25,7 +25,15 @@ from functools import lru_cache
 from typing import Literal
 
 from hp_dtensor.errors import LayoutError, RedistributeError
-from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard, shard_dim
+from hp_dtensor.placements import (
+    Cut,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    shard_dim,
+)
 from hp_dtensor.shards import Intervals, cached, length, local_intervals
 
 __all__ = ["Link", "Plan", "Step", "StepKind", "make_plan"]
@@ -114,12 +122,12 @@ class Plan:
         )
 
 
-_Entry = tuple[int, int] | str | None
-"""A placement inside the search: ``(dim, split_factor)``, the kind of addend, or None for a replica."""
+_Entry = tuple[int, int | Cut] | str | None
+"""A placement inside the search: ``(dim, split_factor)`` or ``(dim, a placement of its own)``, the kind of addend, or None for a replica."""
 
 _Layout = tuple[_Entry, ...]
 
-_Cuts = tuple[tuple[int, int, int], ...]
+_Cuts = tuple[tuple[int, int, "int | Cut"], ...]
 """``(axis, axis_size, split_factor)`` of the axes that cut a dim, in axis order."""
 
 
@@ -152,7 +160,7 @@ class _World:
         return _cuts(len(self.shape), self.mesh, layout)
 
     def most(self, layout: _Layout) -> int:
-        """The most elements that one rank holds: coordinate zero never holds less than another."""
+        """The most elements that one rank holds, counted dim by dim."""
         return math.prod(map(_most_of_dim, self.shape, self.cuts(layout)))
 
     def seconds(self, draft: _Draft) -> float:
@@ -195,7 +203,7 @@ class _World:
 
 @lru_cache(maxsize=1 << 14)
 def _cuts(ndim: int, mesh: tuple[int, ...], layout: _Layout) -> tuple[_Cuts, ...]:
-    out: list[list[tuple[int, int, int]]] = [[] for _ in range(ndim)]
+    out: list[list[tuple[int, int, int | Cut]]] = [[] for _ in range(ndim)]
     for axis, entry in enumerate(layout):
         if isinstance(entry, tuple):
             out[entry[0]].append((axis, mesh[axis], entry[1]))
@@ -213,6 +221,8 @@ def _op(draft: _Draft) -> str:
 def _placement(entry: _Entry) -> Placement:
     if isinstance(entry, tuple):
         dim, factor = entry
+        if isinstance(factor, Cut):
+            return factor
         return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
     return _REPLICATE if entry is None else Partial(entry)
 
@@ -291,6 +301,8 @@ def _read(placements: Placements, shape: tuple[int, ...], mesh_shape: tuple[int,
             out.append(None)
         elif isinstance(placement, Partial):
             out.append(placement.reduce_op)
+        elif isinstance(placement, Cut) and dim is not None:
+            out.append((dim, placement))
         elif dim is not None:
             out.append(
                 (dim, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
@@ -411,6 +423,10 @@ def _cut(size: int, cuts: _Cuts, where: dict[int, int]) -> Intervals:
 
 @cached(1 << 14)
 def _most_of_dim(size: int, cuts: _Cuts) -> int:
+    """The most of a dim that a rank holds: coordinate zero never holds less than another, but for placements of one's own."""
+    if any(isinstance(factor, Cut) for _, _, factor in cuts):
+        axes = tuple((axis, n) for axis, n, _ in cuts)
+        return max(length(_cut(size, cuts, where)) for where in _coordinates(axes))
     return length(local_intervals(size, tuple((n, 0, factor) for _, n, factor in cuts)))
 
 

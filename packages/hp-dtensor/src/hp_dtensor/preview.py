@@ -17,10 +17,10 @@ from hp_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor._torch import TorchDTensor
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.layout import Layout, PlacementsLike, resolve
-from hp_dtensor.placements import REPLICATE, Placement
+from hp_dtensor.placements import Placement
 from hp_dtensor.plan import Link, make_plan
 from hp_dtensor.spec import Spec, spec_of
-from hp_dtensor.transfer import Exchange, Side, lifted, whole_addends
+from hp_dtensor.transfer import Exchange, Side, lifted, whole_addends, without_addends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +229,7 @@ def _between_meshes(
     links: tuple[Link, ...] | None,
 ) -> list[PlannedStep]:
     middle = whole_addends(shape, tuple(here.shape), before)
-    final = tuple(REPLICATE if placement.is_partial() else placement for placement in after)
+    final = without_addends(after)
     exchange = Exchange(
         shape,
         Side(tuple(here.rank_list), tuple(here.shape), middle),

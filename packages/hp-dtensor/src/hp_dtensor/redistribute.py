@@ -24,7 +24,15 @@ from torch import Tensor
 
 from hp_dtensor import _torch, shards
 from hp_dtensor.pieces import Ranges, only_dim, overlap, put, ranges_in, sizes_of, take
-from hp_dtensor.placements import Partial, Placement, shard_dim
+from hp_dtensor.placements import (
+    REPLICATE,
+    Cut,
+    Partial,
+    Placement,
+    folded,
+    folded_dims,
+    shard_dim,
+)
 from hp_dtensor.plan import Step, make_plan
 from hp_dtensor.shards import Box
 
@@ -77,6 +85,8 @@ def redistribute_tensor(
     except TypeError:  # a symbolic size has no hash
         return _redistribute_symbolic(local, mesh, shape, source, target, async_op=async_op)
     if run is None:
+        if max(folded_dims(source), folded_dims(target)) > 1:
+            return _redistribute_folded(local, mesh, shape, source, target)
         masks = [_torch.mask_of(placement) for placement in source]
         if any(mask is not None for mask in masks):
             return _redistribute_masked(local, mesh, shape, source, target, masks)
@@ -128,6 +138,47 @@ def _redistribute_masked(
             )
     plain = tuple(Partial(p.reduce_op) if isinstance(p, Partial) else p for p in source)
     return redistribute_tensor(local, mesh, shape, plain, target)
+
+
+def _redistribute_folded(
+    local: Tensor,
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> Tensor:
+    """A move from or to a layout that cuts flattened dims.
+
+    Between two that flatten alike, it is a move of the flattened tensor. Any other goes by way of the layout in which the
+    flattened dims are whole: a run of flattened indices is no box of any other layout.
+    """
+    if mesh.get_coordinate() is None or source == target:
+        return local
+    before, after = folded_dims(source), folded_dims(target)
+    if before == after:
+        flat, held = folded(shape, source, before)
+        return redistribute_tensor(local, mesh, flat, held, folded(shape, target, after)[1])
+    whole_source, whole_target = _unfolding(source), _unfolding(target)
+    if before > 1:
+        flat, held = folded(shape, source, before)
+        wanted = folded(shape, whole_source, before)[1]
+        local = redistribute_tensor(local, mesh, flat, held, wanted)
+        local = local.reshape(*shape[:before], *local.shape[1:])
+    if after == 1:
+        return redistribute_tensor(local, mesh, shape, whole_source, target)
+    local = redistribute_tensor(local, mesh, shape, whole_source, whole_target)
+    flat, held = folded(shape, whole_target, after)
+    wanted = folded(shape, target, after)[1]
+    local = local.reshape(flat[0], *local.shape[after:])
+    return redistribute_tensor(local, mesh, flat, held, wanted)
+
+
+def _unfolding(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """*placements* with the flattened dims whole."""
+    return tuple(
+        REPLICATE if isinstance(placement, Cut) and placement.folds > 1 else placement
+        for placement in placements
+    )
 
 
 # --- from plan to closures ----------------------------------------------------------------------------------------------
@@ -402,7 +453,7 @@ def _all_reduce(site: _Site) -> Run:
     def run_plain(local: Tensor, async_op: bool) -> Tensor:
         return collectives.all_reduce(local, op, group, async_op=async_op)
 
-    return run if site.step.op == "all" else run_plain
+    return run if site.step.op in {"all", "max", "min"} else run_plain
 
 
 def _make_partial(site: _Site) -> Run:
@@ -450,7 +501,43 @@ def _reduction(
             lambda x: x if x.dtype == torch.bool else x != 0,
             lambda x, like: x.to(like.dtype),
         )
+    if op in {"max", "min"}:
+        return cast("_Op", op), lambda x: _as_ordered(x, op), _from_ordered
     return cast("_Op", op), lambda x: x, lambda x, _: x
+
+
+_WIDE_AND_WHOLE = {
+    torch.float16: (torch.float32, torch.int32),
+    torch.bfloat16: (torch.float32, torch.int32),
+    torch.float32: (torch.float32, torch.int32),
+    torch.float64: (torch.float64, torch.int64),
+}
+"""The dtypes in which floating point numbers of each dtype are compared, and in which their bits are read."""
+
+
+def _as_ordered(local: Tensor, op: str) -> Tensor:
+    """Whole numbers in the order of the floating point numbers of *local*, with NaN where *op* finds it.
+
+    On one device a maximum with NaN is NaN; the libraries that reduce over ranks drop it, or not, by who comes first.
+    """
+    dtypes = _WIDE_AND_WHOLE.get(local.dtype)
+    if dtypes is None:
+        return local
+    wide, whole = dtypes
+    nan = math.nan if op == "max" else -math.nan
+    values = torch.where(local.isnan(), torch.full((), nan, device=local.device), local.to(wide))
+    return _turned(values.to(wide).view(whole))
+
+
+def _from_ordered(found: Tensor, like: Tensor) -> Tensor:
+    dtypes = _WIDE_AND_WHOLE.get(like.dtype)
+    return found if dtypes is None else _turned(found).view(dtypes[0]).to(like.dtype)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """Bits of negative numbers turned around, which as whole numbers count backwards; twice is nothing."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)
 
 
 _COMPILERS: dict[str, Callable[[_Site], Run]] = {

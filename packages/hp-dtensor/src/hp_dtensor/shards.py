@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import SymInt
 
-from hp_dtensor.placements import Placement, Shard, StridedShard
+from hp_dtensor.placements import Cut, Placement, Shard, StridedShard, folded, folded_dims
 
 __all__ = [
     "Box",
@@ -38,8 +38,8 @@ Intervals = tuple[tuple[int, int], ...]
 Box = tuple[Intervals, ...]
 """One list of intervals for each tensor dim; the indices held are their product."""
 
-Split = tuple[int, int, int]
-"""How one axis cuts a dim: its size, the coordinate on it, the split factor (1 for ``Shard``)."""
+Split = tuple[int, int, "int | Cut"]
+"""How one axis cuts a dim: its size, the coordinate on it, the split factor (1 for ``Shard``) or a placement of its own."""
 
 
 P = ParamSpec("P")
@@ -101,6 +101,10 @@ def local_intervals(size: int, splits: tuple[Split, ...]) -> Intervals:
     held: Intervals = ((0, size),) if size else ()
     for parts, coordinate, factor in splits:
         total = length(held)
+        if isinstance(factor, Cut):
+            kept = factor.held(total, parts, coordinate)
+            held = _joined([pair for low, high in kept for pair in _between(held, low, high)])
+            continue
         if factor == 1:
             held = _joined(_between(held, *_chunk(total, parts, coordinate)))
             continue
@@ -150,7 +154,7 @@ def _joined(pieces: Sequence[tuple[int, int]]) -> Intervals:
 @lru_cache(maxsize=1 << 14)
 def axes_of(
     placements: tuple[Placement, ...], ndim: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
+) -> tuple[tuple[tuple[int, int | Cut], ...], ...]:
     """For each tensor dim ``(axis, split_factor)`` of the axes that cut it, in axis order.
 
     Example:
@@ -158,9 +162,11 @@ def axes_of(
         >>> axes_of((Shard(1), Replicate(), Shard(1)), 2)
         ((), ((0, 1), (2, 1)))
     """
-    out: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
+    out: list[list[tuple[int, int | Cut]]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
-        if isinstance(placement, StridedShard):
+        if isinstance(placement, Cut):
+            out[placement.dim].append((axis, placement))
+        elif isinstance(placement, StridedShard):
             out[placement.dim].append((axis, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             out[placement.dim].append((axis, 1))
@@ -187,6 +193,9 @@ def local_box(
         >>> local_box((5, 4), (2, 2), (1, 0), (Shard(0), Shard(1)))
         (((3, 5),), ((0, 2),))
     """
+    count = folded_dims(placements)
+    if count > 1:
+        shape, placements = folded(shape, placements, count)
     return tuple(
         local_intervals(
             size, tuple((mesh_shape[axis], coordinate[axis], factor) for axis, factor in cuts)

@@ -24,7 +24,7 @@ from hp_mesh.groups import GroupConfig, registry
 from hp_dtensor import shards
 from hp_dtensor.errors import RedistributeError
 from hp_dtensor.pieces import Ranges, overlap, put, ranges_in, sizes_of, take
-from hp_dtensor.placements import REPLICATE, Placement, Shard, shard_dim
+from hp_dtensor.placements import REPLICATE, Cut, Placement, Shard, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.shards import Box
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Exchange", "Side", "between", "lifted", "whole_addends"]
+__all__ = ["Exchange", "Side", "between", "lifted", "whole_addends", "without_addends"]
 
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
@@ -154,8 +154,11 @@ def lifted(
 
 
 def whole_addends(shape: Shape, mesh_shape: Shape, placements: Placements) -> Placements:
-    """*placements* after the addends are combined: scattered over a dim that nothing else cuts, replicated if there is none."""
-    out = list(placements)
+    """*placements* after the addends are combined: scattered over a dim that nothing else cuts, replicated if there is none.
+
+    Flattened dims become whole, too: what one mesh cuts there is no box on another.
+    """
+    out = [REPLICATE if isinstance(p, Cut) and p.folds > 1 else p for p in placements]
     free = [
         dim
         for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim])
@@ -166,6 +169,14 @@ def whole_addends(shape: Shape, mesh_shape: Shape, placements: Placements) -> Pl
             fits = bool(free) and shape[free[0]] >= mesh_shape[axis] > 1
             out[axis] = Shard(free.pop(0)) if fits else REPLICATE
     return tuple(out)
+
+
+def without_addends(placements: Placements) -> Placements:
+    """*placements* before addends are made and flattened dims are cut, which is done locally."""
+    return tuple(
+        REPLICATE if p.is_partial() or (isinstance(p, Cut) and p.folds > 1) else p
+        for p in placements
+    )
 
 
 def between(
@@ -195,7 +206,7 @@ def between(
         out = redistribute_tensor(local, source_mesh, shape, source, target)
         return _on_device(out, target_mesh)
     middle = whole_addends(shape, tuple(source_mesh.shape), source)
-    final = tuple(REPLICATE if placement.is_partial() else placement for placement in target)
+    final = without_addends(target)
     if source_mesh.get_coordinate() is not None:
         local = redistribute_tensor(local, source_mesh, shape, source, middle)
     exchange = Exchange(shape, _side(source_mesh, middle), _side(target_mesh, final))

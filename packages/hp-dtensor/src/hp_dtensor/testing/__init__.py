@@ -6,6 +6,7 @@
 """
 
 from hp_dtensor.testing._check import RuleError, Sample, check_rule
+from hp_dtensor.testing._placement import check_placement
 from hp_dtensor.testing._program import Outcome, check_program, draw_layouts
 from hp_dtensor.testing._samples import SHAPES, draw
 
@@ -14,6 +15,7 @@ __all__ = [
     "Outcome",
     "RuleError",
     "Sample",
+    "check_placement",
     "check_program",
     "check_rule",
     "draw",
