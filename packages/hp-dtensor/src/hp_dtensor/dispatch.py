@@ -33,6 +33,7 @@ from hp_dtensor._torch import (
     decomposition_of,
     disable_current_modes,
     hint,
+    is_traced,
     new_dtensor,
     schema_of,
 )
@@ -45,6 +46,7 @@ from hp_dtensor.errors import (
 from hp_dtensor.outputs import plain_outputs
 from hp_dtensor.placements import REPLICATE, Cut, Shard, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
+from hp_dtensor.replicas import differing
 from hp_dtensor.rules import (
     LocalCall,
     OpCall,
@@ -285,9 +287,36 @@ def _unsafe(tensor: Tensor) -> bool:
 
 def _made_by_torch(value: Tensor, values: Iterable[object], position: int) -> bool:
     """Whether the plain *value*, at *position* of *values*, is a temporary of torch's own: a constant, a window, zeros."""
-    if isinstance(value, TorchDTensor) or not _unsafe(value) or value.requires_grad:
+    if is_traced(value) or not _unsafe(value) or value.requires_grad:
         return False
     return alone(values, position, others=_HOLDERS) and owns_memory(value)
+
+
+def _check_temporaries(op: OpOverload, found: _Arguments) -> None:
+    """Compare over the ranks what torch made on its way, before it counts as replicated.
+
+    A constant is the same everywhere. What torch computed from a plain tensor of the program's (a copy that it reshaped, a
+    gradient) looks the same from here, and need not be.
+
+    Raises:
+        MixedTensorError: on every rank of the mesh.
+    """
+    mesh = found.mesh
+    for position, (tensor, trusted) in enumerate(
+        zip(found.tensors, found.made_by_torch, strict=True)
+    ):
+        if not trusted or mesh is None:
+            continue
+        refuse_communication(op, f"tensor argument {position} is plain, its ranks are compared")
+        odd = differing(tensor, mesh, (REPLICATE,) * mesh.ndim)
+        if odd is not None:
+            msg = (
+                f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} of shape {tuple(tensor.shape)}, made "
+                f"on the way from plain tensors, differs between the ranks at mesh coordinates {odd[1]} and {odd[2]}, and "
+                "nothing says how it is laid out. Distribute what it was made from (distribute_tensor, DTensor.from_local), "
+                "or leave distributed tensors first with to_local()"
+            )
+            raise MixedTensorError(msg)
 
 
 _HOLDERS = 4
@@ -394,8 +423,15 @@ _TRAINING = dict.fromkeys(
 
 def _as_computed(op: OpOverload, args: Sequence[object], result: object, device: str) -> object:
     """*result* of a metadata run as the kernels of *device* make it."""
+    if device != "cpu":
+        return result
+    if op is aten.native_layer_norm.default:
+        # The statistics have the dtype of the parameters, or that of the input where there are none.
+        out, *statistics = cast("Sequence[Tensor]", result)
+        given = next((x for x in args[2:4] if isinstance(x, torch.Tensor)), out)
+        return (out, *(value.to(given.dtype) for value in statistics))
     flag = _TRAINING.get(op)
-    if flag is None or args[flag] or device != "cpu":
+    if flag is None or args[flag]:
         return result
     first, *rest = cast("Sequence[Tensor]", result)
     return (first, *(value.new_empty(0) if i < 2 else value for i, value in enumerate(rest)))
@@ -507,7 +543,7 @@ def _mixes(before: Sequence[Sequence[Placement] | None], now: Sequence[Placement
 
 _LIKE_THEIR_ARGUMENT = frozenset(
     {
-        aten._to_copy.default,
+        aten._to_copy.default,  # noqa: SLF001  # an operator's name
         aten.alias.default,
         aten.clone.default,
         aten.copy_.default,
@@ -980,7 +1016,10 @@ def dispatch_by_rule(
 ) -> object:
     """Run *op* by its plan; on a miss make one from the rule table, a decomposition, or by replicating."""
     found = _Arguments(op, args, kwargs)
-    key = (found.key, found.plain and _implicit_replication.get())
+    vouched = _implicit_replication.get()
+    if found.plain and not vouched:
+        _check_temporaries(op, found)
+    key = (found.key, found.plain and vouched)
     if found.cacheable:
         try:
             plan = _plans.get(key)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-__all__ = ["ReplicaCheck", "check_replicas", "compare", "described", "watching"]
+__all__ = ["ReplicaCheck", "check_replicas", "compare", "described", "differing", "watching"]
 
 Shape = tuple[int, ...]
 
@@ -169,14 +169,27 @@ def compare(
     """
     if not _watches or local.is_meta or torch.compiler.is_compiling():
         return
+    _watches[-1].compared += 1
+    odd = differing(local, mesh, placements)
+    if odd is not None:
+        axis, first, where = odd
+        _refuse(mesh, axis, first, where, placements, op, name)
+
+
+def differing(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[int, Shape, Shape] | None:
+    """Where replicas of *local* differ: a mesh axis and two coordinates, the same on every rank; None where they do not.
+
+    One all-gather of three integers for each axis of the mesh, or none if there are no replicas.
+    """
     axes = [
         axis
         for axis, (size, placement) in enumerate(zip(mesh.shape, placements, strict=True))
         if size > 1 and placement.is_replicate()
     ]
     if not axes or mesh.get_coordinate() is None:
-        return
-    _watches[-1].compared += 1
+        return None
     rows = _hash(local.detach())
     for axis in reversed(range(mesh.ndim)):
         if mesh.size(axis) > 1:
@@ -188,7 +201,8 @@ def compare(
         for where, held in table.items():
             first = (*where[:axis], 0, *where[axis + 1 :])
             if held != table[first]:
-                _refuse(mesh, axis, first, where, placements, op, name)
+                return axis, first, where
+    return None
 
 
 def _refuse(
