@@ -18,6 +18,7 @@ from hp_dtensor.comm_debug import Collective, CommDebugMode
 from hp_dtensor.custom_shard import custom_shard
 from hp_dtensor.dispatch import cache_statistics, clear_caches, implicit_replication, strict
 from hp_dtensor.distribute import distribute_module, distribute_tensor, spmd_distribute_tensor
+from hp_dtensor.drawing import visualize_sharding
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import (
     ImplicitCommunicationError,
@@ -165,5 +166,6 @@ __all__ = [
     "strict",
     "to_local",
     "to_torch",
+    "visualize_sharding",
     "zeros",
 ]

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C import FunctionSchema
     from torch._ops import OpOverload, OpOverloadPacket
+    from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
@@ -66,7 +67,7 @@ __all__ = [
     "functional_packet",
     "functional_twin",
     "group_by_name",
-    "group_size",
+    "group_of",
     "hint",
     "is_traced",
     "local_scalar",
@@ -242,20 +243,20 @@ def support_foreach(kind: type) -> None:
             names.append(kind)
 
 
-def group_size(args: Sequence[object]) -> int:
-    """The size of the process group among the arguments of a collective: given as a group, or by its name."""
+def group_of(args: Sequence[object]) -> ProcessGroup | None:
+    """The process group among the arguments of a collective: given as a group, or by its name; None where there is none."""
     for value in reversed(args):
         if isinstance(value, torch.distributed.ProcessGroup):
-            return value.size()
+            return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             # How c10d's operators take a group.
-            return torch.distributed.ProcessGroup.unbox(value).size()
+            return torch.distributed.ProcessGroup.unbox(value)
         if isinstance(value, str):
             try:
-                return _resolve_process_group(cast("GroupName", value)).size()
+                return _resolve_process_group(cast("GroupName", value))
             except (LookupError, RuntimeError, ValueError):
                 continue
-    return 1
+    return None
 
 
 def mask_of(placement: Placement) -> Tensor | None:

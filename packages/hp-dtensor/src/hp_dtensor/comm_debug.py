@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
 import torch
+import torch.distributed as dist
+from hp_mesh.groups import registry
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -20,7 +23,7 @@ from hp_dtensor._torch import (
     TorchDTensor,
     functional_packet,
     functional_twin,
-    group_size,
+    group_of,
     schema_of,
 )
 
@@ -48,6 +51,10 @@ class Collective:
     """The dotted path of the innermost module that is running, ``""`` outside of one."""
     backward: bool
     """Whether it belongs to a backward pass."""
+    axis: str = ""
+    """The mesh axis that its group was made for, in words; torch's own description for a group that no mesh of ours made."""
+    ranks: tuple[int, ...] = ()
+    """The global ranks that take part."""
 
 
 class CommCounts(dict["OpOverloadPacket", int]):
@@ -104,6 +111,13 @@ def _tensors(values: Sequence[object]) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             out.extend(_tensors(value))
     return out
+
+
+def _axis_of(group: dist.ProcessGroup | None) -> str:
+    for record in registry.records():
+        if record.group is group:
+            return record.label
+    return "" if group is None else group.group_desc
 
 
 class CommDebugMode(TorchDispatchMode):
@@ -164,13 +178,16 @@ class CommDebugMode(TorchDispatchMode):
             )  # the first ones are outputs
         payload = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         parents = [path for path in self._modules.parents if path != "Global"]
+        group = group_of(args)
         self.records.append(
             Collective(
                 op=twin,
                 payload=payload,
-                wire=wire_bytes(twin.__name__, payload, group_size(args)),
+                wire=wire_bytes(twin.__name__, payload, 1 if group is None else group.size()),
                 module=max(parents, key=len, default=""),
                 backward=bool(self._modules.is_bw),
+                axis=_axis_of(group),
+                ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
             )
         )
 
@@ -206,6 +223,33 @@ class CommDebugMode(TorchDispatchMode):
     def get_total_counts(self) -> int:
         """How many collectives were started."""
         return len(self.records)
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """What was recorded, as text: one line for each module and pass, with a count for each collective.
+
+        Args:
+            noise_level: from 1 on a line for each collective follows, with its bytes and axis; 0 leaves them out.
+        """
+        lines = []
+        for name, passes in self.comm_module_counts.items():
+            lines.append(name)
+            for which, counts in passes.items():
+                told = ", ".join(f"{op.__name__}: {count}" for op, count in counts.items())
+                lines.append(f"  {which.upper()} PASS  {told or '-'}")
+                if noise_level > 0:
+                    lines += [
+                        f"    {record.op.__name__}  {record.wire} bytes  {record.axis}"
+                        for record in self.records
+                        if record.backward is (which == "backward")
+                        and (record.module == name or (name == "Global" and not record.module))
+                    ]
+        return "\n".join(lines)
+
+    def log_comm_debug_tracing_table_to_file(
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
+    ) -> None:
+        """Write the table to a file."""
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def get_total_bytes(self) -> int:
         """How many bytes this rank sent."""

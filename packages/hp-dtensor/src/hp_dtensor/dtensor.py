@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from hp_mesh import DeviceMesh, get_current_mesh
+from hp_mesh.collectives import wait
 
 from hp_dtensor import _autograd, checkpoint
 from hp_dtensor._torch import (
@@ -165,7 +166,7 @@ class DTensor(TorchDTensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return rebuild, (
-            self._local_tensor.detach(),
+            wait(self._local_tensor.detach()),
             self._own.torch,
             self.requires_grad,
             self._state(),
