@@ -56,6 +56,49 @@ def test_the_owners_of_memory_are_counted() -> None:
         assert seam.storage_owners(torch.ones(2).view(1, 2).clone()) == 2
 
 
+def test_a_generator_remembers_any_seed_without_drawing_otherwise() -> None:
+    """The state of a CPU generator begins with its seed, which survives saving, and which nothing drawn depends on."""
+    generator = torch.Generator().manual_seed(5)
+    assert seam.read_seed_field(generator) == 5
+    seam.write_seed_field(generator, 0xA5C3_0000_0000_0001)
+    state = generator.get_state()
+    drawn = torch.rand(700, generator=generator)
+    assert torch.equal(drawn, torch.rand(700, generator=torch.Generator().manual_seed(5)))
+    assert seam.read_seed_field(generator) == 0xA5C3_0000_0000_0001
+    other = torch.Generator()
+    other.set_state(state)
+    assert seam.read_seed_field(other) == 0xA5C3_0000_0000_0001
+    assert torch.equal(drawn, torch.rand(700, generator=other))
+    generator.manual_seed(5)
+    assert seam.read_seed_field(generator) == 5
+
+
+def test_operators_that_draw_are_recorded_as_such() -> None:
+    """A tensor under a tracer is told from one that is run, and the operators of ours are tagged and have no tensors to run on."""
+    assert not seam.is_traced(torch.zeros(1))
+    seen = []
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        seen.append(seam.is_traced(x))
+        return x * 2
+
+    torch.fx.experimental.proxy_tensor.make_fx(record)(torch.zeros(1))
+    assert seen == [True]
+    op = torch.ops.hp_dtensor.draw_key.default
+    assert torch.Tag.nondeterministic_seeded in op.tags
+    key = op([0], [], torch.device("cpu"))
+    assert key.shape == (2,)
+    assert int(key.min()) >= 0
+    assert int(key.max()) < 1 << 32
+
+
+@spmd(world_size=2)
+def test_a_group_is_found_by_its_name() -> None:
+    """What a graph can hold of a group leads back to it."""
+    group = init_device_mesh("cpu", (2,)).get_group()
+    assert seam.group_by_name(group.group_name) is group
+
+
 def test_a_view_knows_its_base() -> None:
     """Also where no gradient is recorded; a tensor that is none has none."""
     tensor = torch.ones(2, 3)

@@ -290,8 +290,9 @@ def _native_dropout(
     if train is False or not tensor.numel():
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     kept = 1.0 - chance
-    mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(kept)
-    return tensor * mask * (1.0 / kept if kept else 0.0), mask
+    # Zeros and ones of the tensor's own dtype: a compiler turns them into vectors, which it does not do with bools.
+    mask = torch.empty_like(tensor).bernoulli_(kept)
+    return tensor * mask * (1.0 / kept if kept else 0.0), mask.to(torch.bool)
 
 
 @handles(
