@@ -147,7 +147,7 @@ def test_what_is_no_plan_or_no_mesh() -> None:
         with pytest.raises(TypeError, match="a plan is a ParallelStyle or a mapping"):
             parallelize_module(Mlp(), mesh["tp"], plan)
     model: Any = Mlp()
-    with pytest.warns(UserWarning, match="without a plan"):
+    with pytest.warns(UserWarning, match="No parallelize_plan is provided"):
         assert parallelize_module(model, mesh["tp"]) is model
     with mesh["tp"]:
         parallelize_module(model, parallelize_plan={"fc1": ColwiseParallel()})

@@ -103,7 +103,7 @@ def parallelize_module(
         raise ValueError(message)
     if parallelize_plan is None:
         warnings.warn(
-            "parallelize_module was called without a plan and does nothing; pass a style or a mapping from paths to styles",
+            "No parallelize_plan is provided, so parallelize_module does nothing; pass a style or a mapping from paths to styles",
             stacklevel=2,
         )
         return module
