@@ -7,10 +7,19 @@ import sys
 
 import pytest
 import torch
+from hp_dtensor import CommDebugMode
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import ColwiseParallel
-from hp_tp._torch import apply_style, buffers_of, children_of, parameters_of
+from hp_tp._torch import (
+    GRAPHS_RECOMPUTE,
+    apply_style,
+    buffers_of,
+    children_of,
+    dispatch_modes,
+    mark_flattened,
+    parameters_of,
+)
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 
@@ -61,3 +70,29 @@ dist.destroy_process_group()
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_dispatch_modes_are_counted() -> None:
+    """None outside; one inside a mode, whichever it is."""
+    assert dispatch_modes() == 0
+    with CommDebugMode():
+        assert dispatch_modes() == 1
+    assert dispatch_modes() == 0
+
+
+def test_a_tensor_is_marked_for_the_first_fsdp() -> None:
+    """The mark is an attribute that FSDP itself finds."""
+    from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+
+    tensor = torch.ones(2)
+    assert not _is_fsdp_flattened(tensor)
+    assert mark_flattened(tensor) is tensor
+    assert _is_fsdp_flattened(tensor)
+
+
+def test_the_compilers_pass_has_its_switch() -> None:
+    """Inductor's configuration knows the switch, and it is off."""
+    import torch._inductor.config as inductor
+
+    assert inductor._micro_pipeline_tp is False
+    assert isinstance(GRAPHS_RECOMPUTE, bool)

@@ -15,7 +15,7 @@ import torch
 from hp_mesh import DeviceMesh
 
 from hp_dtensor import _autograd
-from hp_dtensor._torch import TorchDTensor, tree_flatten, tree_unflatten
+from hp_dtensor._torch import TorchDTensor, new_dtensor, tree_flatten, tree_unflatten
 from hp_dtensor.checks import check_all_ranks
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import LayoutError
@@ -107,6 +107,15 @@ def redistribute_local(
     return _autograd.redistribute_local(
         local, mesh, before, after, whole, grad, forward_dtype, backward_dtype, async_op=async_op
     )
+
+
+def wrapped_like(piece: Tensor, like: Tensor) -> Tensor:
+    """*piece*, without history, as a distributed tensor laid out like *like*; as it is where that is plain.
+
+    For gradients in autograd Functions: nothing is checked and nothing recorded.
+    """
+    spec = spec_of(like)
+    return piece if spec is None else new_dtensor(DTensor, piece, spec, False)
 
 
 def _per_output(out_placements: OutPlacements, count: int) -> tuple[PlacementsLike | None, ...]:

@@ -18,6 +18,7 @@ __all__ = [
     "apply_style",
     "buffers_of",
     "children_of",
+    "dispatch_modes",
     "mark_flattened",
     "parameters_of",
     "pipeline_products_in_compiler",
@@ -75,3 +76,8 @@ def pipeline_products_in_compiler(mesh: TorchMesh) -> bool:
         return False
     inductor._micro_pipeline_tp = True
     return True
+
+
+def dispatch_modes() -> int:
+    """How many dispatch modes look on: one that keeps results must not see them changed in place; nothing public counts them."""
+    return torch._C._len_torch_dispatch_stack()

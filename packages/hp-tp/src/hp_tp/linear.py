@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from hp_dtensor import DTensor, Placement, Shard, redistribute_local, to_local
+from hp_dtensor import Placement, Shard, redistribute_local, to_local
+from hp_dtensor.local import wrapped_like
 from hp_dtensor.placements import gradient_placements, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
-from hp_dtensor.spec import Spec, spec_of
 from hp_mesh import DeviceMesh
 from hp_mesh.collectives import wait
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from hp_tp._torch import dispatch_modes, parameters_of
 from hp_tp.boundary import (
     PARTIAL,
     REPLICATE,
@@ -75,6 +77,12 @@ class _Moves(NamedTuple):
     """Whether the gradient of the output has to be moved."""
     checks: bool
     """Whether the output's size has to be checked: it leaves as a plain shard of something else than features."""
+    sums: bool
+    """Whether moving the result is adding it up over the ranks."""
+    reduces: bool
+    """Whether the gradient of the input is an addend to be added up."""
+    plain: bool
+    """Whether a plain input is taken as it is and the output handed out as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,25 @@ class LinearLayout:
     ) -> Tensor:
         """Return the layer's output; *forward* is not called."""
         del forward
+        if (
+            not kwargs
+            and len(args) == 1
+            and not torch.compiler.is_compiling()
+            and active() is None
+        ):
+            (input,) = args  # noqa: A001  # torch's name for it
+            moves = self._moves.get(input.dim()) if type(input) is torch.Tensor else None
+            if (
+                moves is not None
+                and moves.plain
+                and not torch.is_autocast_enabled(self.mesh.device_type)
+            ):  # what most calls are: nothing to move before, and nothing to wrap after
+                held = parameters_of(module)
+                weight = held.get("weight")
+                if weight is not None and hasattr(weight, "_local_tensor"):
+                    return _Linear.apply(  # type: ignore[no-any-return]  # torch leaves apply untyped
+                        input, weight, held["bias"], self, moves, moves.reduces
+                    )
         return self._run(module, *args, **kwargs)  # type: ignore[arg-type]  # forward's own arguments
 
     def _run(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
@@ -225,6 +252,11 @@ class LinearLayout:
             bias_moves=bias != REPLICATE and self.mesh.size() > 1,
             grad_moves=moves and gradient_placements((out,)) != gradient_placements((natural,)),
             checks=moves and self.use_local_output and cut is not None,
+            sums=moves and natural == PARTIAL and out == REPLICATE,
+            reduces=not self.by_rows and self.mesh.size() > 1,
+            plain=self.use_local_output
+            and normal(self.input_layout, ndim) == wanted
+            and not (moves and cut is not None),
         )
 
     def in_steps(
@@ -286,11 +318,14 @@ class _Linear(torch.autograd.Function):
         by_rows = layout.by_rows
         output = F.linear(input, _piece(weight), None if bias is None or by_rows else _piece(bias))
         if moves.moves:
-            shape = (*output.shape[:-1], weight.shape[0])
             dtype = output.dtype
             if layout.reduce_dtype is not None:
                 output = output.to(layout.reduce_dtype)
-            output = redistribute_tensor(output, layout.mesh, shape, moves.natural, moves.out)
+            if moves.sums:
+                output = _summed(output, layout.mesh)
+            else:
+                shape = (*output.shape[:-1], weight.shape[0])
+                output = redistribute_tensor(output, layout.mesh, shape, moves.natural, moves.out)
             if output.dtype is not dtype:
                 output = output.to(dtype)
         if by_rows and bias is not None:
@@ -316,20 +351,30 @@ class _Linear(torch.autograd.Function):
         of_input = of_weight = of_bias = None
         if needs[0]:
             of_input = grad.matmul(_piece(weight))
-            if reduce:
+            if reduce and of_input.is_cpu:
                 # On a host the reduction has no other processor to run on, and waiting lazily costs more than it.
-                overlaps = not of_input.is_cpu
+                of_input = _summed(of_input, mesh)
+            elif reduce:
+                shape = tuple(of_input.shape)
                 of_input = redistribute_tensor(
-                    of_input, mesh, tuple(of_input.shape), _ADDENDS, _REPLICATED, async_op=overlaps
+                    of_input, mesh, shape, _ADDENDS, _REPLICATED, async_op=True
                 )
         flat = _rows(grad)
         if needs[1]:
-            of_weight = _wrapped(flat.t().mm(_rows(input)), weight)
+            of_weight = wrapped_like(flat.t().mm(_rows(input)), weight)
         if needs[2]:
-            of_bias = _wrapped(flat.sum(0), rest[0])
+            of_bias = wrapped_like(flat.sum(0), rest[0])
         if reduce and of_input is not None and not of_input.is_cpu:
             of_input = wait(of_input)
         return of_input, of_weight, of_bias, None, None, None
+
+
+def _summed(addend: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks of *addend*, which nobody else has: in place where that can be."""
+    if addend.dtype in _REDUCED_IN_PLACE and addend.numel() and not dispatch_modes():
+        dist.all_reduce(addend, group=mesh.get_group())
+        return addend
+    return redistribute_tensor(addend, mesh, tuple(addend.shape), _ADDENDS, _REPLICATED)
 
 
 def _twice(
@@ -359,12 +404,7 @@ def _piece(parameter: Tensor) -> Tensor:
     return local
 
 
-def _wrapped(grad: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of *parameter*'s piece, laid out like the parameter."""
-    spec: Spec | None = spec_of(parameter)
-    return grad if spec is None else DTensor(grad, spec)
-
-
 _FIRST = Shard(0)
+_REDUCED_IN_PLACE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _REPLICATED: Layout = (REPLICATE,)
 _ADDENDS: Layout = (PARTIAL,)
