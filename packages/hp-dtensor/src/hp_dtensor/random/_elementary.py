@@ -56,10 +56,12 @@ _COSINE = (
 
 def _tree(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     """The polynomial in *x* with these coefficients, the constant first, with few operators one after the other."""
-    terms: list[Tensor | float] = list(coefficients)
+    terms: list[Tensor | float] = [*coefficients]
     while len(terms) > 1:
-        odd = [terms.pop()] if len(terms) % 2 else []
-        terms = [high * x + low for low, high in zip(terms[::2], terms[1::2], strict=True)] + odd
+        pairs: list[Tensor | float] = [
+            high * x + low for low, high in zip(terms[::2], terms[1::2], strict=False)
+        ]
+        terms = pairs + terms[len(terms) - len(terms) % 2 :]
         if len(terms) > 1:
             x = x * x
     return cast("Tensor", terms[0])
