@@ -341,3 +341,71 @@ def test_a_rule_of_an_out_form_sees_what_is_written() -> None:
         _registry._replaced.clear()
         _registry._replaced.update(replaced)
         clear_caches()
+
+
+@spmd(world_size=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_extreme_over_ranks_is_nan_where_one_of_them_has_it(dtype: torch.dtype) -> None:
+    """Whichever rank it is on, as on one device; infinities and negative numbers keep their order."""
+    mesh = init_device_mesh("cpu", (3,))
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor(
+        [
+            [1.0, -1.0, nan, -inf, -2.0, inf, -3.0],
+            [2.0, -2.0, 0.0, 1.0, nan, 2.0, -inf],
+            [3.0, -0.5, -1.0, -inf, -1.0, 5.0, nan],
+        ],
+        dtype=dtype,
+    )
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    for f in (
+        lambda t: t.amax(0),
+        lambda t: t.amin(0),
+        lambda t: t.max(0).values,
+        lambda t: t.argmin(0),
+        lambda t: t.argmax(0),
+        lambda t: t[:, :2].max(),
+        lambda t: t.min(),
+    ):
+        torch.testing.assert_close(_whole(f(d)), f(x), equal_nan=True)
+    scattered = d.amax(0).redistribute(placements=[Shard(0)])
+    torch.testing.assert_close(_whole(scattered), x.amax(0), equal_nan=True)
+
+
+@spmd(world_size=2)
+def test_views_inside_inference_mode_of_tensors_from_outside() -> None:
+    """They are no inference tensors, as torch has it, first and again; those of tensors from inside are."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 6)
+    outside = distribute_tensor(x, mesh, [Shard(0)])
+    with torch.inference_mode():
+        inside = outside + 0
+        for _ in range(2):
+            for f in (
+                lambda t: t.detach(),
+                lambda t: t.t(),
+                lambda t: t.view(4, 3, 2),
+                lambda t: t.chunk(2, 1)[1],
+                lambda t: t[1:3],
+            ):
+                torch.testing.assert_close(_whole(f(outside)), f(x))
+                assert not f(outside).is_inference()
+                assert f(inside).is_inference()
+
+
+@spmd(world_size=4)
+def test_numbers_of_several_meshes_are_put_together() -> None:
+    """Norms of gradients on a mesh, on a slice of it and on none give one norm, by torch's own clipping."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    grads = [torch.randn(4, 4) for _ in range(3)]
+    ps = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(3)]
+    ps[0] = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Shard(1)]))
+    ps[1] = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)]))
+    ps[0].grad = distribute_tensor(grads[0], mesh, [Shard(0), Shard(1)])
+    ps[1].grad = distribute_tensor(grads[1], mesh["dp"], [Shard(0)])
+    ps[2].grad = grads[2].clone()
+    total = torch.nn.utils.clip_grad_norm_(ps, 1.0)
+    want = torch.cat(grads).norm()
+    torch.testing.assert_close(_whole(total), want)
+    torch.testing.assert_close(_whole(ps[1].grad), grads[1] / (want + 1e-6))

@@ -345,6 +345,25 @@ def with_tensors(
     return filled, dict(zip(kwargs, _replace(list(kwargs.values()), source), strict=True))
 
 
+def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | None:
+    """The tensor arguments with plain numbers for those of one element that live on another mesh; None if there are none.
+
+    Norms and losses of tensors on several meshes are put together so. The largest mesh is that of the result.
+    """
+    known = [spec for spec in found.specs if spec is not None]
+    first = max((spec.mesh for spec in known), key=lambda mesh: mesh.size())
+    if all(spec.mesh is first or spec.mesh == first for spec in known):
+        return None
+    if any(spec.mesh != first and math.prod(spec.shape) != 1 for spec in known):
+        return None
+    return [
+        tensor
+        if spec is None or spec.mesh == first
+        else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+        for tensor, spec in zip(found.tensors, found.specs, strict=True)
+    ]
+
+
 def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
     """A spec for each tensor argument, plain ones as replicated where that is safe or asked for."""
     mesh = cast("DeviceMesh", found.mesh)
@@ -918,7 +937,10 @@ def _run(
         _write_to_base(op, tensors[position])
     if plan.written is not None:
         return tensors[plan.written]
-    wrapped = _wrap(cls, plan, result)
+    if torch.is_inference_mode_enabled() and signature(op).is_view:
+        wrapped = hits.view_in_inference(cls, tensors[0], plan.outputs, result)
+    else:
+        wrapped = _wrap(cls, plan, result)
     if plan.copied:
         for number, part in enumerate(_flat(wrapped)):
             if isinstance(part, torch.Tensor):
@@ -1033,6 +1055,10 @@ def dispatch_by_rule(
         msg = f"{op}: no distributed tensor among the arguments"
         raise NoRuleError(msg)
     rule = find_rule(op)
+    single = _with_single_numbers(op, found)
+    if single is not None:
+        given, named = with_tensors(args, kwargs, single)
+        return dispatch(cls, op, given, named)
     specs = _admit(op, found)
     if rule is None:
         with implicit_replication():  # what is made on the way is the same on every rank
@@ -1109,7 +1135,10 @@ def _offer(
             return
     elif plan.single is None and len(plan.outputs) < 2:
         return
-    hits.remember(cls, args, kwargs, hits.Hit(op, plan.local, plan.single, plan.outputs, returned))
+    hit = hits.Hit(
+        op, plan.local, plan.single, plan.outputs, returned, is_view=signature(op).is_view
+    )
+    hits.remember(cls, args, kwargs, hit)
 
 
 def _compose(

@@ -53,6 +53,8 @@ class Hit:
     """The specs of the results when they are several, None for one that is no tensor; empty when nothing is returned."""
     returned: int | None
     """The position of the argument that is written to and returned."""
+    is_view: bool = False
+    """Whether results may share memory with an argument."""
 
 
 class _Count:
@@ -218,6 +220,16 @@ def wrap(cls: type, outputs: Sequence[Spec | None], results: object) -> object:
     return tuple(wrapped) if isinstance(results, tuple) else wrapped
 
 
+def view_in_inference(
+    cls: type, base: object, outputs: Sequence[Spec | None], results: object
+) -> object:
+    """Views made inside ``torch.inference_mode``: of a tensor that is from outside they are from outside too, as torch has it."""
+    several = isinstance(results, (tuple, list))
+    with torch.inference_mode(isinstance(base, torch.Tensor) and base.is_inference()):
+        wrapped = wrap(cls, outputs, results if several else (results,))
+    return wrapped if several else cast("tuple[object, ...]", wrapped)[0]
+
+
 def dispatcher(slow: Slow) -> Callable[..., object]:
     """The ``__torch_dispatch__`` of a class: answer from what is known, else ask *slow*."""
     get, by_types = _hits.get, _by_type
@@ -271,6 +283,9 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
             else:
                 result = hit.local(*filled)
         answered.calls += 1
+        if hit.is_view and torch.is_inference_mode_enabled():
+            outputs = hit.outputs if hit.single is None else (hit.single,)
+            return view_in_inference(cls, args[0], outputs, result)
         if hit.single is not None:
             return new_dtensor(cls, result, hit.single, False)  # type: ignore[arg-type]  # the spec says it is a tensor
         if hit.returned is not None:

@@ -195,6 +195,13 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _scale(tensor: torch.Tensor) -> float:
+    """How large the numbers are that the small ones among them are differences of; one at least."""
+    if tensor.dtype not in {torch.float16, torch.bfloat16} or not tensor.numel():
+        return 1.0
+    return max(1.0, float(torch.nan_to_num(tensor.detach().float(), 0, 0, 0).abs().max()))
+
+
 def _differ(expected: torch.Tensor | None, found: torch.Tensor | None, what: str) -> str:
     if expected is None or found is None:
         present = found if expected is None else expected
@@ -210,7 +217,11 @@ def _differ(expected: torch.Tensor | None, found: torch.Tensor | None, what: str
     bound = _TOLERANCE.get(expected.dtype, 0.0)
     try:
         torch.testing.assert_close(
-            found.detach(), expected.detach(), rtol=bound, atol=bound, equal_nan=True
+            found.detach(),
+            expected.detach(),
+            rtol=bound,
+            atol=bound * _scale(expected),
+            equal_nan=True,
         )
     except AssertionError as error:
         return f"{what}: {' '.join(str(error).split())}"
