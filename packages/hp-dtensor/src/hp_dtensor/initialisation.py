@@ -113,8 +113,8 @@ def init_on_device(
 ) -> Iterator[None]:
     """Inside, parameters that modules register go to *device* at once; ties and attributes are kept.
 
-    It holds for this thread and task only. ``torch.empty`` gives memory that nobody has touched, so a parameter of a
-    standard module costs no memory where it was made.
+    It holds for this thread and task only. A parameter is made where its module makes it, and moves when it is registered:
+    ``torch.empty`` gives addresses without memory until somebody writes there, so one of a standard module costs no memory.
 
     Args:
         device: where to; ``"meta"`` for shapes without memory.
@@ -150,7 +150,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
         >>> import torch
         >>> from hp_dtensor import init_empty_weights
         >>> with init_empty_weights():
-        ...     layer = torch.nn.Linear(1 << 20, 1 << 20)
+        ...     layer = torch.nn.Linear(1 << 13, 1 << 13)
         >>> layer.weight.is_meta
         True
     """

@@ -166,11 +166,13 @@ def seed_everything(
         ValueError: for an unknown axis or scheme.
 
     Example:
-        >>> from hp_mesh import ParallelDims
-        >>> dims = ParallelDims(tp=1, world_size=1)
-        >>> _ = dims.build_mesh("cpu", init_backend=False)
-        >>> seed_everything(dims, 7).seed
-        7
+        >>> from hp_mesh import init_device_mesh
+        >>> from hp_mesh.testing import run_spmd
+        >>> def seeds():
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     return seed_everything(mesh, 7, distinct=()).seed
+        >>> run_spmd(seeds, world_size=2)
+        [7, 7]
     """
     if scheme not in {"hash", "offset"}:
         msg = f"scheme={scheme!r} does not exist; choose 'hash' or 'offset'"

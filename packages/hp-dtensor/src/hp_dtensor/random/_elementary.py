@@ -125,7 +125,10 @@ def sine_cosine(words: Tensor, dtype: torch.dtype, bits: int = 32) -> tuple[Tens
         bits: at most 55, so that what is left of a word in a quarter is exact in float64.
 
     Example:
-        >>> [round(float(value), 4) for value in sine_cosine(torch.tensor(1 << 30), torch.float64)]
+        >>> [
+        ...     round(abs(float(value)), 4)
+        ...     for value in sine_cosine(torch.tensor(1 << 30), torch.float64)
+        ... ]
         [1.0, 0.0]
     """
     if dtype == torch.float32:
