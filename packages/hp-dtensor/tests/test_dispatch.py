@@ -409,3 +409,17 @@ def test_numbers_of_several_meshes_are_put_together() -> None:
     want = torch.cat(grads).norm()
     torch.testing.assert_close(_whole(total), want)
     torch.testing.assert_close(_whole(ps[1].grad), grads[1] / (want + 1e-6))
+
+
+@spmd(world_size=2)
+def test_a_mixed_error_says_where_the_plain_tensor_is() -> None:
+    """The path of the module that is running, and the name of the parameter that nobody has distributed."""
+    mesh = init_device_mesh("cpu", (2,))
+    net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.LayerNorm(4)))
+    x = distribute_tensor(torch.randn(2, 4), mesh, [Shard(0)])
+    with pytest.raises(
+        MixedTensorError, match=r"in module '1.0' \(LayerNorm\), where it is '1.0.weight'"
+    ):
+        net(x)
+    with pytest.raises(MixedTensorError, match="float32, and nothing says"):
+        x + torch.ones(2, 4)

@@ -61,6 +61,7 @@ from hp_dtensor.rules.composed import compose
 from hp_dtensor.rules.rewritten import rewritten
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
 from hp_dtensor.temporaries import alone, owns_memory
+from hp_dtensor.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -374,8 +375,8 @@ def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
             if not trusted and not _implicit_replication.get():
                 msg = (
                     f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} is a plain tensor of shape "
-                    f"{tuple(tensor.shape)} and {tensor.dtype}, and nothing says how it is laid out over the mesh "
-                    f"{tuple(mesh.shape)}. Either distribute it (distribute_tensor, DTensor.from_local), or wrap the "
+                    f"{tuple(tensor.shape)} and {tensor.dtype}{whereabouts(tensor)}, and nothing says how it is laid out over "
+                    f"the mesh {tuple(mesh.shape)}. Either distribute it (distribute_tensor, DTensor.from_local), or wrap the "
                     "call in hp_dtensor.implicit_replication() if it is the same on every rank, or leave distributed "
                     "tensors first with to_local()"
                 )
