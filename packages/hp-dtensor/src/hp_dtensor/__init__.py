@@ -59,6 +59,7 @@ from hp_dtensor.placements import (
     Shard,
     StridedShard,
 )
+from hp_dtensor.plan import Link
 from hp_dtensor.preview import PlannedStep, RedistributePlan, redistribute_plan
 from hp_dtensor.queries import (
     compute_local_shape_and_global_offset,
@@ -95,6 +96,7 @@ __all__ = [
     "InPlaceError",
     "Layout",
     "LayoutError",
+    "Link",
     "MixedTensorError",
     "NoRuleError",
     "OpCall",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard, Union, cast, overload
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast, overload
 
 import torch
 from hp_mesh import DeviceMesh, init_device_mesh
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from hp_dtensor.spec import Spec
 
 Alias: TypeAlias = str | tuple[str, ...]
-PlacementsLike: TypeAlias = Union[Sequence[Placement], Sequence[Alias], Placement, "Layout"]
-"""Whatever may stand where placements are taken."""
 
 NO_AXIS = "None"
 
@@ -619,6 +617,10 @@ class Layout:
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return Layout._of, (self.device_mesh, self.placements, self.ndim, self.tensor_meta)
+
+
+PlacementsLike: TypeAlias = Sequence[Placement] | Sequence[Alias] | Placement | Layout
+"""Whatever may stand where placements are taken."""
 
 
 def _detected_device() -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from hp_mesh import DeviceMesh, get_current_mesh
+from torch import Tensor
 
 from hp_dtensor._torch import TorchDTensor
 from hp_dtensor.errors import LayoutError
@@ -22,12 +23,9 @@ from hp_dtensor.plan import Link, make_plan
 from hp_dtensor.spec import Spec, spec_of
 from hp_dtensor.transfer import Exchange, Side, lifted, whole_addends, without_addends
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 __all__ = ["PlannedStep", "RedistributePlan", "redistribute_plan"]
 
-Place: TypeAlias = "Tensor | Spec | PlacementsLike"
+Place: TypeAlias = Tensor | Spec | PlacementsLike
 """A distributed tensor, its spec, a `Layout`, or placements."""
 
 Placements = tuple[Placement, ...]

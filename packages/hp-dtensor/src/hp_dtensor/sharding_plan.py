@@ -27,7 +27,7 @@ from hp_dtensor.spec import spec_of
 
 __all__ = ["ShardingPlan", "shard_module"]
 
-Several: TypeAlias = "Sequence[PlacementsLike | None] | Mapping[str, PlacementsLike | None]"
+Several: TypeAlias = Sequence[PlacementsLike | None] | Mapping[str, PlacementsLike | None]
 """Layouts of several values, by position or by name; None for one that stays as it is."""
 
 
