@@ -28,6 +28,7 @@ from hp_dtensor import (
 )
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
+from torch import nn
 
 R = Replicate()
 
@@ -127,6 +128,28 @@ def test_grad_placements_say_how_replicas_add_up() -> None:
     assert dw.grad.placements == (R,)
     assert ref.grad is not None
     _close(dw.grad, ref.grad)
+
+
+@spmd(world_size=2)
+def test_a_leaf_that_is_thawed_keeps_a_gradient_of_its_own_layout() -> None:
+    """Setting `requires_grad` is `requires_grad_`, for tensors and parameters made frozen."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0).view(4, 2)
+    frozen = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]), requires_grad=False)
+    plain = distribute_tensor(whole, mesh, [Shard(1)])
+    for leaf in (frozen, plain):
+        assert not leaf.requires_grad
+        leaf.requires_grad = True
+        assert leaf.requires_grad
+        before = leaf.placements  # type: ignore[attr-defined]  # a parameter is a DTensor too
+        (leaf.redistribute(placements=[R]) * 2).sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        assert leaf.grad.placements == before
+        (leaf.sum(0) * 3).sum().backward()
+        assert leaf.grad.placements == before
+        _close(leaf.grad, torch.full((4, 2), 5.0))
+        leaf.requires_grad = False
+        assert not leaf.requires_grad
 
 
 @spmd(world_size=2)

@@ -1071,7 +1071,8 @@ def dispatch_by_rule(
             raise NoRuleError(msg)
     try:
         result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
-        result = _as_computed(op, args, result, specs[0].mesh.device_type)
+        with disable_current_modes(), torch.no_grad():
+            result = _as_computed(op, args, result, specs[0].mesh.device_type)
     except (NotImplementedError, RuntimeError) as error:
         by_value = torch.Tag.dynamic_output_shape in op.tags
         if not by_value and not isinstance(error, NotImplementedError):

@@ -422,6 +422,18 @@ class DTensor(TorchDTensor):
             settled.remove()
             self._settle_gradients()
 
+    def _get_requires_grad(self) -> bool:
+        return cast("bool", torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]  # a C descriptor
+
+    def _set_requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    requires_grad = property(
+        _get_requires_grad,
+        _set_requires_grad,
+        doc="Whether operators on the tensor are recorded; setting it is `requires_grad_`.",
+    )
+
     data = property(
         _get_data,
         _set_data,
