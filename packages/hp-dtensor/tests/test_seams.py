@@ -86,7 +86,7 @@ def test_operators_that_draw_are_recorded_as_such() -> None:
     assert seen == [True]
     op = torch.ops.hp_dtensor.draw_key.default
     assert torch.Tag.nondeterministic_seeded in op.tags
-    key = op([0], [], torch.device("cpu"))
+    key = op([0], [], torch.device("cpu"), 0)
     assert key.shape == (2,)
     assert int(key.min()) >= 0
     assert int(key.max()) < 1 << 32

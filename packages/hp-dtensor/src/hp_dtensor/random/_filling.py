@@ -10,6 +10,7 @@ with what uses them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -278,9 +279,13 @@ def permutation(
 # --- what a compiler sees ---------------------------------------------------------------------
 
 
-def _reach(peers: Peers) -> tuple[list[int], list[str], torch.device]:
+_sites = itertools.count()
+"""A number for each draw in a graph: two that are equal in all else would be merged into one."""
+
+
+def _reach(peers: Peers) -> tuple[list[int], list[str], torch.device, int]:
     names = [str(group.group_name) for group in peers.groups()]
-    return list(peers.ranks), names, peers.device
+    return list(peers.ranks), names, peers.device, next(_sites)
 
 
 def _peers(ranks: Sequence[int], names: Sequence[str], device: torch.device) -> Peers:
@@ -304,12 +309,16 @@ def _boxed(numbers: Sequence[int]) -> Box:
     return tuple(tuple((next(source), next(source)) for _ in range(count)) for count in source)
 
 
-def _draw_key(ranks: Sequence[int], groups: Sequence[str], device: torch.device) -> Tensor:
+def _draw_key(
+    ranks: Sequence[int], groups: Sequence[str], device: torch.device, _site: int
+) -> Tensor:
     made = key(_peers(ranks, groups, device), None)
     return torch.tensor([made & _MASK, made >> 32])
 
 
-def _fake_key(_ranks: Sequence[int], _groups: Sequence[str], _device: torch.device) -> Tensor:
+def _fake_key(
+    _ranks: Sequence[int], _groups: Sequence[str], _device: torch.device, _site: int
+) -> Tensor:
     return torch.empty(2, dtype=torch.int64)
 
 
@@ -319,6 +328,7 @@ def _draw_piece(
     ranks: Sequence[int],
     groups: Sequence[str],
     mesh_device: torch.device,
+    _site: int,
     shape: Sequence[int],
     stride: Sequence[int],
     box: Sequence[int],
@@ -339,6 +349,7 @@ def _fake_piece(
     _ranks: Sequence[int],
     _groups: Sequence[str],
     _mesh_device: torch.device,
+    _site: int,
     _shape: Sequence[int],
     _stride: Sequence[int],
     box: Sequence[int],
@@ -358,6 +369,7 @@ def _draw_sample(
     ranks: Sequence[int],
     groups: Sequence[str],
     mesh_device: torch.device,
+    _site: int,
 ) -> Tensor:
     stream = _stream(policy, _peers(ranks, groups, mesh_device), None, inputs[0].device)
     return _sampler(name)(*inputs, *json.loads(args), generator=stream)
@@ -371,11 +383,12 @@ def _fake_sample(
     _ranks: Sequence[int],
     _groups: Sequence[str],
     _mesh_device: torch.device,
+    _site: int,
 ) -> Tensor:
     return _sampler(name)(*inputs, *json.loads(args))
 
 
-_PEERS = "int[] ranks, str[] groups, Device mesh_device"
+_PEERS = "int[] ranks, str[] groups, Device mesh_device, int site"
 define_operator("draw_key", f"({_PEERS}) -> Tensor", _draw_key, _fake_key)
 define_operator(
     "draw_piece",
