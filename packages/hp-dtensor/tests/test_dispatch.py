@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -423,3 +424,25 @@ def test_a_mixed_error_says_where_the_plain_tensor_is() -> None:
         net(x)
     with pytest.raises(MixedTensorError, match="float32, and nothing says"):
         x + torch.ones(2, 4)
+
+
+@spmd(world_size=2)
+@pytest.mark.parametrize("name", ["pinv", "solve", "polar", "svd"])
+def test_kernels_that_conjugate_on_their_way_are_right(name: str) -> None:
+    """Linear algebra of complex matrices makes conjugated views, which torch does not resolve below autograd."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(4, 4, dtype=torch.complex64, generator=generator) for _ in range(2))
+    programs: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "pinv": lambda x, _: torch.linalg.pinv(x),
+        "solve": lambda x, y: torch.linalg.solve(x.mH, y),
+        "polar": lambda x, y: torch.polar(x.abs(), y.real),
+        "svd": lambda x, _: torch.linalg.svdvals(x @ x.mH),
+    }
+    program = programs[name]
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x, y = (distribute_tensor(t, mesh, [placement]) for t in (a, b))
+        for _ in range(2):  # as planned, and as answered again
+            got = program(x, y)
+            assert isinstance(got, DTensor)
+            torch.testing.assert_close(got.full_tensor(), program(a, b), rtol=1e-3, atol=1e-3)

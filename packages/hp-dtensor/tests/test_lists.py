@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hp_dtensor import spec
 from hp_dtensor import (
     CommDebugMode,
     DTensor,
@@ -14,6 +13,7 @@ from hp_dtensor import (
     Shard,
     cache_statistics,
     distribute_tensor,
+    spec,
 )
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd

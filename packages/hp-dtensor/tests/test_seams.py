@@ -140,6 +140,31 @@ def test_an_operator_has_a_direct_call() -> None:
         seam.direct(aten.mm.default)(x, x[:1])
 
 
+class _Below(torch.Tensor):
+    """A subclass without data; what it is asked to run, it runs on a tensor of its own below autograd."""
+
+    __torch_function__ = seam.disabled_torch_function  # type: ignore[assignment]
+    seen: list[bool]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> torch.Tensor:
+        del func, types, args, kwargs
+        turned = torch.tensor([1 + 2j]).conj()
+        with seam.with_lazy_views():
+            cls.seen.append(torch.equal(turned + 0, torch.tensor([1 - 2j])))
+        return turned
+
+
+def test_lazy_views_count_below_autograd() -> None:
+    """A conjugated view is added as what it stands for, also where torch leaves such keys out."""
+    _Below.seen = []
+    below = torch.Tensor._make_wrapper_subclass(_Below, (1,), dtype=torch.complex64)
+    below.neg()
+    assert _Below.seen == [True]
+
+
 def test_strided_shard_is_a_value() -> None:
     """The private placement compares by dim and factor, and is no plain shard."""
     assert seam.StridedShard(0, split_factor=2) == seam.StridedShard(0, split_factor=2)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -81,6 +82,7 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
     "update_metadata",
+    "with_lazy_views",
     "write_seed_field",
 ]
 
@@ -109,6 +111,24 @@ def schema_of(op: OpOverload) -> FunctionSchema:
 def direct(op: OpOverload) -> Callable[..., object]:
     """What calling *op* ends in, without a Python frame in between: half a microsecond a call."""
     return cast("Callable[..., object]", op._op)
+
+
+# Below autograd torch leaves these keys out, and with them what makes a conjugated view more than its bits. A kernel that makes
+# such views on its way, as those of linear algebra do, is then silently wrong; the switch is public nowhere.
+_VIEWS_BY_A_BIT = (
+    torch._C.DispatchKey.Conjugate,
+    torch._C.DispatchKey.Negative,
+    torch._C.DispatchKey.ZeroTensor,
+)
+
+
+@contextmanager
+def with_lazy_views() -> Iterator[None]:
+    """Let kernels see conjugated and negated views for what they are."""
+    with ExitStack() as stack:
+        for key in _VIEWS_BY_A_BIT:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
 
 
 def decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -36,6 +37,7 @@ from hp_dtensor._torch import (
     is_traced,
     new_dtensor,
     schema_of,
+    with_lazy_views,
 )
 from hp_dtensor.errors import (
     ImplicitCommunicationError,
@@ -833,6 +835,8 @@ def _make_plan(
         call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
         local = rule.local(_local_call(call, targets, made))
     local = hits.fastest(op) if local is op else local
+    if any(meta is not None and meta.dtype.is_complex for meta in (*outputs, *specs)):
+        local = _seeing_lazy_views(local)
     single = made[0] if isinstance(result, torch.Tensor) else None
     return Plan(
         mesh=mesh,
@@ -847,6 +851,17 @@ def _make_plan(
         copied=copied,
         written_copies=tuple(i for i in written if specs[i].copied_view),
     )
+
+
+def _seeing_lazy_views(local: Callable[..., object]) -> Callable[..., object]:
+    """*local* as it runs above autograd, where conjugated views that it makes on its way count."""
+
+    @wraps(local)
+    def run(*args: object, **kwargs: object) -> object:
+        with with_lazy_views():
+            return local(*args, **kwargs)
+
+    return run
 
 
 def _needs_network(source: Spec, target: Spec) -> bool:
@@ -1289,7 +1304,7 @@ def _run_replicated(
         for tensor, spec, target in zip(found.tensors, specs, everywhere, strict=True)
     ]
     filled, named = with_tensors(args, kwargs, locals_)
-    result = op(*filled, **named)
+    result = _seeing_lazy_views(op)(*filled, **named)
 
     def wrap(value: object) -> object:
         if not isinstance(value, torch.Tensor):

@@ -155,7 +155,9 @@ def distribute_tensor(
         held: Placements = (REPLICATE,) * mesh.ndim
         if src_data_rank is not None and not whole.is_meta:
             held = without_addends(resolved)
-            if type(whole) is not torch.Tensor:  # its bytes are not its own to cut: quantised, or without data
+            if (
+                type(whole) is not torch.Tensor
+            ):  # its bytes are not its own to cut: quantised, or without data
                 held = (REPLICATE,) * mesh.ndim
             whole = _from_source(whole, mesh, held, src_data_rank)
         local = redistribute_tensor(whole, mesh, shape, held, resolved)

@@ -96,7 +96,7 @@ class DTensor(TorchDTensor):
     # What torch's machinery asks
     # ----------------------------------------------------------------------------------------------------------------
 
-    __torch_dispatch__ = classmethod(dispatcher(dispatch))  # type: ignore[assignment]  # torch declares it without `func`
+    __torch_dispatch__ = classmethod(dispatcher(dispatch))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         spec = self._own.torch

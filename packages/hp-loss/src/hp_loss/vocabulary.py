@@ -11,6 +11,8 @@ one and makes fused and strided heads right too.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,13 +79,18 @@ class Vocabulary:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
+_uncached: Callable[[int, tuple[tuple[int, int, int], ...]], tuple[tuple[int, int], ...]] = (
+    inspect.unwrap(local_intervals)
+)
+
+
 def held_classes(
     size: int, splits: tuple[tuple[int, int, int], ...]
 ) -> tuple[tuple[int, int], ...]:
     """The classes that are left of *size* after *splits*, as `hp_dtensor.shards.local_intervals` says."""
     if torch.compiler.is_compiling():
         # A compiler looks through the cache, and warns that it does.
-        return local_intervals.__wrapped__(size, splits)
+        return _uncached(size, splits)
     return local_intervals(size, splits)
 
 

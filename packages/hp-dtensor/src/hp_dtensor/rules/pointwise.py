@@ -374,11 +374,7 @@ _PRIMS = (
 
 register_tag_rule(torch.Tag.pointwise, OpRule(elementwise, None, _linear))
 register_rule(
-    [
-        getattr(torch.ops.prims, name).default
-        for name in _PRIMS
-        if hasattr(torch.ops.prims, name)
-    ],
+    [getattr(torch.ops.prims, name).default for name in _PRIMS if hasattr(torch.ops.prims, name)],
     elementwise,
     linear=_linear,
 )
