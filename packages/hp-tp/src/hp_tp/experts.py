@@ -50,11 +50,11 @@ __all__ = [
     "TokenDispatcher",
 ]
 
-Receipt = TypeVar("Receipt")
+T = TypeVar("T")
 """What a dispatcher has to remember to bring tokens back."""
 
 
-class TokenDispatcher(Protocol[Receipt]):
+class TokenDispatcher(Protocol[T]):
     """How tokens travel to the ranks that have their experts, and back.
 
     Implementations are values that keep nothing between calls: what the way back needs is in the receipt.
@@ -62,7 +62,7 @@ class TokenDispatcher(Protocol[Receipt]):
 
     def dispatch(
         self, tokens: Tensor, counts: Tensor, mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor, Receipt]:
+    ) -> tuple[Tensor, Tensor, T]:
         """Send tokens to their experts.
 
         Args:
@@ -75,7 +75,7 @@ class TokenDispatcher(Protocol[Receipt]):
         """
         ...
 
-    def combine(self, tokens: Tensor, receipt: Receipt, mesh: DeviceMesh) -> Tensor:
+    def combine(self, tokens: Tensor, receipt: T, mesh: DeviceMesh) -> Tensor:
         """Send the experts' outputs back: the order in which the tokens were given."""
         ...
 
@@ -98,7 +98,7 @@ class _Exchange(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """The way of some tokens: how many came from and went to each rank, and where each was put."""
 
     come: list[int]
@@ -120,7 +120,7 @@ class AllToAllDispatcher:
 
     def dispatch(
         self, tokens: Tensor, counts: Tensor, mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor, _Way]:
+    ) -> tuple[Tensor, Tensor, Way]:
         """Send tokens to their experts; see :class:`TokenDispatcher`."""
         group, ranks = mesh.get_group(), mesh.size()
         with torch.no_grad():
@@ -131,9 +131,9 @@ class AllToAllDispatcher:
             come = here.sum(1).tolist()
             order = _by_expert(here)
         arrived: Tensor = _Exchange.apply(tokens, come, go, group)
-        return arrived.index_select(0, order), here.sum(0).to(counts.dtype), _Way(come, go, order)
+        return arrived.index_select(0, order), here.sum(0).to(counts.dtype), Way(come, go, order)
 
-    def combine(self, tokens: Tensor, receipt: _Way, mesh: DeviceMesh) -> Tensor:
+    def combine(self, tokens: Tensor, receipt: Way, mesh: DeviceMesh) -> Tensor:
         """Send outputs back; see :class:`TokenDispatcher`."""
         by_source = tokens.index_select(0, torch.argsort(receipt.order))
         back: Tensor = _Exchange.apply(by_source, receipt.go, receipt.come, mesh.get_group())
@@ -208,11 +208,11 @@ def _check_features(module: nn.Module, hidden: Mapping[str, int], ranks: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Travelling(Generic[Receipt]):
+class _Travelling(Generic[T]):
     """Experts run on the tokens that travelled to them: a wrapper of their forward."""
 
     mesh: DeviceMesh
-    dispatcher: TokenDispatcher[Receipt]
+    dispatcher: TokenDispatcher[T]
     features: DeviceMesh | None
     """The axis over which hidden features are shared out as well, if they are."""
     names: tuple[str, ...]
@@ -233,7 +233,7 @@ class _Travelling(Generic[Receipt]):
 
 
 def _on_features(
-    layout: _Travelling[Receipt] | _Features,
+    layout: _Travelling[T] | _Features,
     module: nn.Module,
     forward: Forward,
     tokens: Tensor,

@@ -366,7 +366,7 @@ def maybe_enable_async_tp(
         tp_mesh: the tensor-parallel axis; None without tensor parallelism.
 
     Returns:
-        A report, which is true when the compiler's pass is on. What the pass then fuses depends on the graph: it needs
+        A report, which is true when the compiler's pass is on. What the pass then fuses depends on the graph, for it needs
         sequence parallelism, pieces of at least 1024 tokens and collectives that are not saved for the backward.
 
     Example:
