@@ -35,6 +35,7 @@ KEPT = [
     (aten.clone.default, (X,), X, [(P,)]),
     (aten._to_copy.default, (X,), WIDE, [(P,)]),
     (aten.copy_.default, (X, X), X, [(P, P)]),
+    (aten.div.Tensor, (I, I), X, [(P, R)]),  # the quotient of integers is none
     (aten.silu_backward.default, (X, X), X, [(P, R)]),
     (aten.threshold_backward.default, (X, X, 0), X, [(P, R)]),
     (aten.zero_.default, (X,), X, [(P,)]),
@@ -42,7 +43,6 @@ KEPT = [
 NEVER = [
     (aten.add.Tensor, (I, X), X),
     (aten.mul.Tensor, (B, B), B),
-    (aten.div.Tensor, (I, I), X),
     (aten.relu.default, (X,), X),
     (aten.exp.default, (X,), X),
     (aten.pow.Tensor_Scalar, (X, 2), X),

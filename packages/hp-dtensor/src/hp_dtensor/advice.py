@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hp_dtensor.dispatch import add_adviser, meta_of, moves_of, with_tensors
+from hp_dtensor.calls import with_tensors
+from hp_dtensor.choice import meta_of
+from hp_dtensor.dispatch import add_adviser, moves_of
 from hp_dtensor.errors import ImplicitCommunicationError
 from hp_dtensor.placements import REPLICATE, Placement, gradient_placements, shard_dim
 from hp_dtensor.preview import redistribute_plan

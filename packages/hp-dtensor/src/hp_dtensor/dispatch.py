@@ -25,19 +25,25 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hp_dtensor import hits, shards
+from hp_dtensor import hits
 from hp_dtensor._torch import (
-    Partial,
-    Placement,
     TorchDTensor,
     decompose,
     decomposition_of,
     disable_current_modes,
-    hint,
     is_traced,
     new_dtensor,
     schema_of,
     with_lazy_views,
+)
+from hp_dtensor.calls import flat, signature, with_tensors, written_tensors
+from hp_dtensor.choice import (
+    as_computed,
+    bytes_of,
+    choose,
+    infer_outputs,
+    meta_of,
+    meta_of_tensor,
 )
 from hp_dtensor.errors import (
     ImplicitCommunicationError,
@@ -45,23 +51,19 @@ from hp_dtensor.errors import (
     MixedTensorError,
     NoRuleError,
 )
-from hp_dtensor.outputs import plain_outputs
-from hp_dtensor.placements import REPLICATE, Cut, Shard, shard_dim
+from hp_dtensor.placements import REPLICATE
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.replicas import differing
 from hp_dtensor.rules import (
     LocalCall,
     OpCall,
     OpRule,
-    Strategy,
-    TensorMeta,
-    common_strategies,
     find_rule,
 )
-from hp_dtensor.rules._registry import aten_ops, on_change
+from hp_dtensor.rules._registry import on_change
 from hp_dtensor.rules.composed import compose
 from hp_dtensor.rules.rewritten import rewritten
-from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
+from hp_dtensor.spec import Spec, make_spec, spec_of
 from hp_dtensor.temporaries import alone, owns_memory
 from hp_dtensor.whereabouts import whereabouts
 
@@ -84,6 +86,8 @@ _warned: set[str] = set()
 _handlers: dict[OpOverload, Handler] = {}
 _DRAW = "draw into a tensor with uniform_, normal_ or bernoulli_ and compute from that, or use to_local() first"
 _families: list[tuple[tuple[str, ...], Handler]] = []
+_by_rule: set[OpOverload] = set()
+"""Operators that no family takes."""
 
 _implicit_replication: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "hp_implicit_replication", default=False
@@ -326,28 +330,6 @@ _HOLDERS = 4
 """Our list of tensors, and the names and the call that the value goes through while we ask."""
 
 
-def _replace(values: Sequence[object], new: Iterator[object]) -> list[object]:
-    """*values* with each tensor, also inside lists, replaced by the next of *new*."""
-    out: list[object] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            out.append(next(new))
-        elif type(value) in (list, tuple):
-            out.append(_replace(cast("Sequence[object]", value), new))
-        else:
-            out.append(value)
-    return out
-
-
-def with_tensors(
-    args: Sequence[object], kwargs: Mapping[str, object], new: Sequence[object]
-) -> tuple[list[object], dict[str, object]]:
-    """*args* and *kwargs* with each tensor, also inside lists, replaced by the next of *new*."""
-    source = iter(new)
-    filled = _replace(args, source)
-    return filled, dict(zip(kwargs, _replace(list(kwargs.values()), source), strict=True))
-
-
 def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | None:
     """The tensor arguments with plain numbers for those of one element that live on another mesh; None if there are none.
 
@@ -404,313 +386,6 @@ def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _meta(value: object) -> object:
-    """*value* as the metadata run takes it: devices become meta."""
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def infer_outputs(
-    op: OpOverload,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    metas: Sequence[TensorMeta],
-) -> object:
-    """What *op* gives on whole tensors of *metas*, run on the meta device: nothing is computed or allocated."""
-
-    def run(other: OpOverload, tensors: Sequence[Tensor]) -> object:
-        filled, named = with_tensors(args, kwargs, tensors)
-        return other(*filled, **named)
-
-    with disable_current_modes(), torch.no_grad():
-        plain = plain_outputs(op, args, run, metas)
-        if plain is not None:
-            return plain
-        tensors = [
-            torch.empty_strided(m.shape, m.stride, dtype=m.dtype, device="meta") for m in metas
-        ]
-        filled, named = with_tensors(args, kwargs, tensors)
-        named = {name: _meta(value) for name, value in named.items() if name != "pin_memory"}
-        return op(*[_meta(value) for value in filled], **named)
-
-
-_TRAINING = dict.fromkeys(
-    aten_ops(
-        *("native_batch_norm.default", "_native_batch_norm_legit.default"),
-        "_native_batch_norm_legit_functional.default",
-    ),
-    5,
-)
-"""The position of the flag without which batch norm on a CPU leaves out the statistics; a metadata run has them."""
-
-
-def _as_computed(op: OpOverload, args: Sequence[object], result: object, device: str) -> object:
-    """*result* of a metadata run as the kernels of *device* make it."""
-    if device != "cpu":
-        return result
-    if op is aten.native_layer_norm.default:
-        # The statistics have the dtype of the parameters, or that of the input where there are none.
-        out, *statistics = cast("Sequence[Tensor]", result)
-        given = next((x for x in args[2:4] if isinstance(x, torch.Tensor)), out)
-        return (out, *(value.to(given.dtype) for value in statistics))
-    flag = _TRAINING.get(op)
-    if flag is None or args[flag]:
-        return result
-    first, *rest = cast("Sequence[Tensor]", result)
-    return (first, *(value.new_empty(0) if i < 2 else value for i, value in enumerate(rest)))
-
-
-def _flat(result: object) -> list[object]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def _meta_of(value: object) -> TensorMeta | None:
-    return TensorMeta.of(value) if isinstance(value, torch.Tensor) else None
-
-
-def _bytes(meta: TensorMeta) -> float:
-    return float(math.prod(map(hint, meta.shape)) * meta.dtype.itemsize)
-
-
-_LATENCY = 1024.0
-"""What starting a collective costs, in bytes that could have been sent meanwhile; only the order of choices depends on it."""
-
-
-def move_cost(source: Placement, target: Placement, meta: TensorMeta, size: int) -> float:
-    """What moving a tensor from *source* to *target* over an axis of *size* ranks costs, in bytes a rank sends.
-
-    A local step (cutting a replica, or keeping one addend) costs a little more than nothing: it throws away a layout
-    that a later operator may want.
-    """
-    if source == target:
-        return 0.0
-    if source.is_replicate():
-        return 0.5 if not target.is_partial() else 0.75
-    if size == 1:
-        return 0.25
-    share = _bytes(meta) * (size - 1) / size
-    if source.is_partial():
-        if target.is_partial():
-            return math.inf
-        return _LATENCY + (2 * share if target.is_replicate() else share)
-    if target.is_partial():
-        return math.inf
-    return _LATENCY + (share if target.is_replicate() else share / size)
-
-
-Metas = tuple[TensorMeta | None, ...]
-"""Metadata of all arguments and results of a call, in this order."""
-
-
-def _shrunk(
-    meta: TensorMeta | None, placement: Placement | None, size: int, coordinate: int
-) -> TensorMeta | None:
-    """*meta* as the axes after one of *size* ranks see it on *coordinate*, laid out as *placement*."""
-    dim = None if placement is None else shard_dim(placement)
-    if meta is None or placement is None or dim is None or size == 1:
-        return meta
-    shape = shards.local_shape(meta.shape, (size,), (coordinate,), (placement,))
-    return TensorMeta(shape, contiguous_stride(shape), meta.dtype)
-
-
-def _variants(
-    left: Sequence[Metas], placements: Sequence[Placement | None], size: int
-) -> list[Metas]:
-    """What the axes after one of *size* ranks see: one entry for each set of shapes that occurs, the largest first.
-
-    There is one if the sizes divide; a strategy of the next axis must hold for all.
-    """
-    made = [
-        tuple(
-            _shrunk(meta, place, size, coordinate)
-            for meta, place in zip(metas, placements, strict=True)
-        )
-        for metas in left
-        for coordinate in (range(1) if _divides(metas, placements, size) else range(size))
-    ]
-    try:
-        return list(dict.fromkeys(made))
-    except TypeError:  # symbolic sizes, under a compiler, have no hash
-        return made
-
-
-def _divides(metas: Metas, placements: Sequence[Placement | None], size: int) -> bool:
-    """Whether each dim of *metas* that *placements* cut is left with the same size on all of *size* ranks."""
-    return all(
-        meta is None
-        or place is None
-        or (dim := shard_dim(place)) is None
-        or (type(place) is Shard and meta.shape[dim] % size == 0)
-        for meta, place in zip(metas, placements, strict=True)
-    )
-
-
-def meta_of(spec: Spec) -> TensorMeta:
-    """What a rule may know of the whole tensor that *spec* describes."""
-    return TensorMeta(tuple(spec.shape), spec.stride, spec.dtype)
-
-
-def _mixes(before: Sequence[Sequence[Placement] | None], now: Sequence[Placement | None]) -> bool:
-    """Whether a tensor laid out as *before* on earlier axes would hold a second kind of addends with *now*.
-
-    The order in which two kinds are combined changes the value, so no layout has both.
-    """
-    return any(
-        isinstance(placement, Partial)
-        and any(
-            isinstance(p, Partial) and p.reduce_op != placement.reduce_op for p in earlier or ()
-        )
-        for earlier, placement in zip(before, now, strict=True)
-    )
-
-
-_LIKE_THEIR_ARGUMENT = frozenset(
-    {
-        aten._to_copy.default,  # noqa: SLF001  # an operator's name
-        aten.alias.default,
-        aten.clone.default,
-        aten.copy_.default,
-        aten.detach.default,
-        aten.empty_like.default,
-        aten.fill_.Scalar,
-        aten.full_like.default,
-        aten.ones_like.default,
-        aten.zero_.default,
-        aten.zeros_like.default,
-    }
-)
-"""Operators that torch does not call pointwise, and whose result has an entry for each of the argument's."""
-
-
-def _elementwise(
-    op: OpOverload,
-    present: Sequence[Placement],
-    metas: Sequence[TensorMeta],
-    outputs: Sequence[TensorMeta | None],
-) -> Iterator[Strategy]:
-    """What no rule knows of: placements of one's own, which an elementwise operator on equal shapes keeps."""
-    if torch.Tag.pointwise not in op.tags and op not in _LIKE_THEIR_ARGUMENT:
-        return
-    for placement in dict.fromkeys(p for p in present if isinstance(p, Cut)):
-        shape = metas[present.index(placement)].shape
-        if all(meta is not None and meta.shape == shape for meta in outputs) and all(
-            meta.shape == shape or math.prod(meta.shape) == 1 for meta in metas
-        ):
-            yield Strategy(
-                outputs=(placement,) * len(outputs),
-                inputs=tuple(placement if m.shape == shape else REPLICATE for m in metas),
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen for one call: placements over all axes for each tensor argument and each result."""
-
-    inputs: tuple[tuple[Placement, ...], ...]
-    outputs: tuple[tuple[Placement, ...] | None, ...]
-
-
-def choose(
-    op: OpOverload,
-    rule: OpRule | None,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    specs: Sequence[Spec],
-    outputs: Sequence[TensorMeta | None],
-    written: Sequence[int],
-) -> Choice:
-    """The cheapest strategy of *rule* on each mesh axis in turn.
-
-    Raises:
-        InPlaceError: when no strategy leaves the tensors at *written* laid out as they are.
-    """
-    mesh = specs[0].mesh
-    count = len(specs)
-    left: list[Metas] = [(*(meta_of(spec) for spec in specs), *outputs)]
-    inputs: list[list[Placement]] = [[] for _ in specs]
-    chosen: list[list[Placement] | None] = [None if meta is None else [] for meta in outputs]
-    everywhere = Strategy(
-        outputs=tuple(None if meta is None else REPLICATE for meta in outputs),
-        inputs=(REPLICATE,) * len(specs),
-    )
-    for axis, size in enumerate(mesh.shape):
-        present = tuple(spec.placements[axis] for spec in specs)
-        calls = []
-        for variant in left:
-            filled, named = with_tensors(args, kwargs, variant[:count])
-            calls.append(OpCall(op, tuple(filled), named, variant[count:], size, present))
-        metas = cast("tuple[TensorMeta, ...]", left[0][:count])
-        best, price = everywhere, math.inf
-        for strategy in (
-            *(common_strategies(rule, calls) if rule is not None else ()),
-            *_elementwise(op, present, metas, outputs),
-            everywhere,
-        ):
-            if any(strategy.inputs[i] != specs[i].placements[axis] for i in written):
-                continue
-            if _mixes(inputs, strategy.inputs) or _mixes(chosen, strategy.outputs):
-                continue
-            cost = 0.0
-            for spec, target, meta in zip(specs, strategy.inputs, metas, strict=True):
-                cost += move_cost(spec.placements[axis], target, meta, size)
-                if cost >= price:
-                    break
-            if cost < price:
-                best, price = strategy, cost
-        if price == math.inf and written:
-            held = [f"{tuple(specs[i].shape)} as {specs[i].placements}" for i in written]
-            msg = (
-                f"{op}: in-place operations that require placement changes are not supported: it writes to {held}, and no "
-                f"strategy on mesh axis {axis} keeps that layout. Use the out-of-place operator, or redistribute the "
-                "tensor first"
-            )
-            raise InPlaceError(msg)
-        for i, target in enumerate(best.inputs):
-            inputs[i].append(target)
-        for i, made in enumerate(best.outputs):
-            laid_out = chosen[i]
-            if laid_out is not None and made is not None:
-                laid_out.append(made)
-        left = _variants(left, (*best.inputs, *best.outputs), size)
-    return Choice(
-        tuple(map(tuple, inputs)), tuple(None if c is None else tuple(c) for c in chosen)
-    )
-
-
-Option = tuple[Strategy, "list[Metas]"]
-"""A strategy of one axis, and what the axes after it see."""
-
-
-def everywhere(left: Sequence[Metas], count: int) -> Option:
-    """All replicated; *left* describes the first *count* tensors, the arguments, and the results, as an axis sees them."""
-    outputs = left[0][count:]
-    kept = tuple(None if meta is None else REPLICATE for meta in outputs)
-    return Strategy(outputs=kept, inputs=(REPLICATE,) * count), list(left)
-
-
-def options_on_axis(
-    op: OpOverload,
-    rule: OpRule | None,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    left: Sequence[Metas],
-    count: int,
-    size: int,
-    before: Sequence[Sequence[Placement]],
-    made: Sequence[Sequence[Placement] | None],
-) -> Iterator[Option]:
-    """The strategies of *rule* for an axis of *size* ranks, after axes that left the shapes *left*.
-
-    *before* and *made* are the placements of arguments and results on those axes.
-    """
-    calls = []
-    for variant in left:
-        filled, named = with_tensors(args, kwargs, variant[:count])
-        calls.append(OpCall(op, tuple(filled), named, variant[count:], size))
-    for strategy in common_strategies(rule, calls) if rule is not None else ():
-        if not _mixes(before, strategy.inputs) and not _mixes(made, strategy.outputs):
-            yield strategy, _variants(left, (*strategy.inputs, *strategy.outputs), size)
-
-
 def _local_call(call: OpCall, inputs: Sequence[Spec], outputs: Sequence[Spec | None]) -> LocalCall:
     mesh = inputs[0].mesh
     return LocalCall(
@@ -727,75 +402,6 @@ def _local_call(call: OpCall, inputs: Sequence[Spec], outputs: Sequence[Spec | N
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What an operator's schema says about aliasing: which arguments it writes to, and whether it gives views."""
-
-    written: tuple[int, ...]
-    """Positions among the *arguments* (not the tensors) that are written to."""
-    written_names: tuple[str, ...]
-    """Keyword arguments that are written to."""
-    is_view: bool
-    """Whether a result may share storage with an argument that is not written to."""
-    returns_written: bool
-    """Whether a result is an argument that was written to, as of ``add_`` and of ``out=`` forms."""
-
-
-_signatures: dict[OpOverload, Signature] = {}
-_WRITES_UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
-"""Arguments that an operator writes to although its schema does not say so: the running mean and variance."""
-
-
-def signature(op: OpOverload) -> Signature:
-    """The aliasing facts of *op*."""
-    found = _signatures.get(op)
-    if found is None:
-        written, names, view = list(_WRITES_UNDECLARED.get(op, ())), [], False
-        for position, argument in enumerate(schema_of(op).arguments):
-            alias = argument.alias_info
-            if alias is not None and alias.is_write:
-                if argument.kwarg_only:
-                    names.append(argument.name)
-                else:
-                    written.append(position)
-        view = any(
-            r.alias_info is not None and not r.alias_info.is_write for r in schema_of(op).returns
-        )
-        returned = any(
-            r.alias_info is not None and r.alias_info.is_write for r in schema_of(op).returns
-        )
-        found = _signatures[op] = Signature(tuple(written), tuple(names), view, returned)
-    return found
-
-
-def _written_tensors(
-    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> list[int]:
-    """Positions among the tensors of the call of those that *op* writes to."""
-    facts = signature(op)
-    out: list[int] = []
-    position = 0
-    for index, value in enumerate([*args, *kwargs.values()]):
-        hit = (
-            index in facts.written
-            if index < len(args)
-            else list(kwargs)[index - len(args)] in facts.written_names
-        )
-        count = _count_tensors(value)
-        if hit:
-            out.extend(range(position, position + count))
-        position += count
-    return out
-
-
-def _count_tensors(value: object) -> int:
-    if isinstance(value, torch.Tensor):
-        return 1
-    if type(value) in (list, tuple):
-        return sum(_count_tensors(item) for item in cast("Sequence[object]", value))
-    return 0
-
-
 def _make_plan(
     op: OpOverload,
     rule: OpRule | None,
@@ -808,8 +414,8 @@ def _make_plan(
 ) -> Plan:
     """Decide how *op* runs; with *relay* what it writes to may move first, and is moved back after."""
     facts = signature(op)
-    written = _written_tensors(op, args, kwargs)
-    outputs = [_meta_of(value) for value in _flat(result)]
+    written = written_tensors(op, args, kwargs)
+    outputs = [meta_of_tensor(value) for value in flat(result)]
     fixed = [] if relay else written
     choice = choose(op, rule, args, kwargs, specs, outputs, fixed)
     mesh = specs[0].mesh
@@ -958,7 +564,7 @@ def _run(
     else:
         wrapped = _wrap(cls, plan, result)
     if plan.copied:
-        for number, part in enumerate(_flat(wrapped)):
+        for number, part in enumerate(flat(wrapped)):
             if isinstance(part, torch.Tensor):
                 part.__dict__[_SOURCE] = _Source(op, args, kwargs, number)
     return wrapped
@@ -1001,10 +607,10 @@ def _write_to_base(op: OpOverload, copy: Tensor) -> None:
     base = cast("Tensor", source.args[0])
     with torch.no_grad(), implicit_replication():
         numbers = torch.arange(base.numel(), device=base.device).view(base.shape)
-        seen = _flat(source.op(numbers, *source.args[1:], **source.kwargs))[source.number]
+        seen = flat(source.op(numbers, *source.args[1:], **source.kwargs))[source.number]
         where = cast("Tensor", seen).reshape(-1)
-        flat = base.reshape(-1).index_copy(0, where, copy.detach().reshape(-1))
-        base.copy_(flat.view(base.shape))
+        row = base.reshape(-1).index_copy(0, where, copy.detach().reshape(-1))
+        base.copy_(row.view(base.shape))
 
 
 def _refuse_seen(op: OpOverload, plan: Plan, args: Sequence[object]) -> None:
@@ -1029,7 +635,7 @@ def dispatch(
 ) -> object:
     """Run *op* on distributed tensors; results are of type *cls*."""
     handler = _handlers.get(op)
-    if handler is None and op not in _signatures:
+    if handler is None and op not in _by_rule:
         handler = _family(op)
     try:
         return (handler or dispatch_by_rule)(cls, op, args, kwargs)
@@ -1046,6 +652,7 @@ def _family(op: OpOverload) -> Handler | None:
         if schema_of(op).name.startswith(prefixes):
             _handlers[op] = handler
             return handler
+    _by_rule.add(op)
     return None
 
 
@@ -1087,7 +694,7 @@ def dispatch_by_rule(
     try:
         result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
         with disable_current_modes(), torch.no_grad():
-            result = _as_computed(op, args, result, specs[0].mesh.device_type)
+            result = as_computed(op, args, result, specs[0].mesh.device_type)
     except (NotImplementedError, RuntimeError) as error:
         by_value = torch.Tag.dynamic_output_shape in op.tags
         if not by_value and not isinstance(error, NotImplementedError):
@@ -1122,8 +729,8 @@ def moves_of(
         result = infer_outputs(op, args, kwargs, [meta_of(spec) for spec in specs])
         if rule is None or _compose(op, args, kwargs, specs, result) is not None:
             return None
-        outputs = [_meta_of(value) for value in _flat(result)]
-        written = _written_tensors(op, args, kwargs)
+        outputs = [meta_of_tensor(value) for value in flat(result)]
+        written = written_tensors(op, args, kwargs)
         choice = choose(op, rule, args, kwargs, specs, outputs, written)
     except (NotImplementedError, RuntimeError):
         return None
@@ -1167,7 +774,7 @@ def _compose(
 ) -> Callable[..., object] | None:
     """The operator in terms of smaller ones, where the dims that it needs whole are cut."""
     filled, named = with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
-    outputs = tuple(_meta_of(value) for value in _flat(result))
+    outputs = tuple(meta_of_tensor(value) for value in flat(result))
     cut = [
         [place for place, size in zip(spec.placements, spec.mesh.shape, strict=True) if size > 1]
         for spec in specs
@@ -1256,7 +863,7 @@ def _decompose(op: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
 
 def _warn_replicated(op: OpOverload, specs: Sequence[Spec]) -> None:
     moved = sum(
-        _bytes(meta_of(spec))
+        bytes_of(meta_of(spec))
         for spec in specs
         if not all(p.is_replicate() for p in spec.placements)
     )
@@ -1287,7 +894,7 @@ def _run_replicated(
     specs: Sequence[Spec],
 ) -> object:
     """Run an operator whose result's shape depends on its values: on whole tensors, the same on each rank."""
-    written = _written_tensors(op, args, kwargs)
+    written = written_tensors(op, args, kwargs)
     everywhere = [spec.with_placements((REPLICATE,) * spec.mesh.ndim) for spec in specs]
     if any(specs[i] is not everywhere[i] for i in written):
         msg = f"{op}: writes to a sharded tensor and has no sharding rule; use the out-of-place operator"
@@ -1333,3 +940,4 @@ def handles(*ops: OpOverload) -> Callable[[Handler], Handler]:
 def add_handler_family(prefixes: tuple[str, ...], handler: Handler) -> None:
     """Let *handler* take every operator whose schema name starts with one of *prefixes* and that has none of its own."""
     _families.append((prefixes, handler))
+    _by_rule.clear()

@@ -19,13 +19,13 @@ from hp_mesh.collectives import all_reduce, wait
 
 from hp_dtensor import hits
 from hp_dtensor._torch import new_dtensor, schema_of
+from hp_dtensor.calls import signature
 from hp_dtensor.dispatch import (
     add_handler_family,
     handles,
     local_of,
     local_on,
     refuse_communication,
-    signature,
 )
 from hp_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError
 from hp_dtensor.placements import REPLICATE, Placement

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from hp_mesh import DeviceMesh
 
-from hp_dtensor.dispatch import everywhere, infer_outputs, options_on_axis
+from hp_dtensor.choice import everywhere, infer_outputs, options_on_axis
 from hp_dtensor.placements import Placement
 from hp_dtensor.rules import TensorMeta, find_rule
 
