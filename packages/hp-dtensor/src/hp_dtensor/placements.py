@@ -161,9 +161,7 @@ def shard_dim(placement: Placement) -> int | None:
 
 def folded_dims(placements: Sequence[Placement]) -> int:
     """How many leading dims *placements* flatten before they cut; 1 where they flatten none."""
-    return max(
-        (placement.folds for placement in placements if isinstance(placement, Cut)), default=1
-    )
+    return max([1, *[place.folds for place in placements if isinstance(place, Cut)]])
 
 
 def folded(

@@ -228,6 +228,8 @@ _active: ContextVar[overlap | None] = ContextVar("hp_tp_overlap", default=None)
 
 def active() -> overlap | None:
     """The innermost :class:`overlap` around the caller, if there is one."""
+    if torch.compiler.is_dynamo_compiling():
+        return None  # a compiler orders the collectives itself, and before torch 2.15 it cannot read the variable
     return _active.get()
 
 
