@@ -68,6 +68,12 @@ class Package:
         assert isinstance(declared, list)
         return [Requirement(line) for line in declared]
 
+    def extras(self) -> set[str]:
+        """The names of its extras."""
+        extras = self.project.get("optional-dependencies", {})
+        assert isinstance(extras, dict)
+        return set(extras)
+
     def is_for_tests(self, path: Path) -> bool:
         """Whether a source file belongs to what the extra `testing` installs."""
         return path.relative_to(self.source).parts[0] in {"testing", "testing.py"}
@@ -102,8 +108,10 @@ def distributions(package: Package, *, for_tests: bool) -> set[str]:
 
 
 def undeclared(package: Package) -> set[str]:
-    """What a package imports and does not declare."""
+    """What a package imports and does not declare, as a dependency or in an extra (which it must then import late)."""
     runtime = {requirement.name for requirement in package.requirements()}
+    for extra in package.extras() - {"testing"}:
+        runtime |= {requirement.name for requirement in package.requirements(extra)}
     testing = {requirement.name for requirement in package.requirements("testing")}
     missing = distributions(package, for_tests=False) - runtime
     missing |= distributions(package, for_tests=True) - runtime - testing
