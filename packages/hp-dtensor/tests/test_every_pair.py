@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hp_dtensor import DTensor
+from hp_dtensor.plan import make_plan
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import Tensor
@@ -271,6 +272,23 @@ def test_no_pair_receives_more_bytes_than_the_shortest_path() -> None:
     ]
     assert not above, f"{len(above)} pairs\n" + "\n".join(above[:10])
     assert sum(counted) <= sum(best)
+
+
+def _never_above_the_optimum(part: int, parts: int) -> None:
+    mesh, shape = (2, 2, 2), (16, 16, 16)
+    layouts = list(itertools.product([_R, *_S, _P], repeat=3))
+    above = []
+    for source, target in itertools.islice(itertools.product(layouts, layouts), part, None, parts):
+        optimum = _shortest(mesh, shape, source)[target] * 4
+        plan = make_plan(shape, 4, mesh, source, target)
+        if plan.bytes > optimum:
+            above.append(f"{source} -> {target}: {plan.bytes} bytes, optimum {optimum}\n{plan}")
+    assert not above, f"{len(above)} pairs\n" + "\n".join(above[:5])
+
+
+def test_a_sample_of_pairs_never_sends_more_than_the_optimum() -> None:
+    """2x2x2 mesh, 16x16x16 tensor, against a shortest path of one collective a step."""
+    _never_above_the_optimum(3, 41)
 
 
 def _edges(mesh: Shape, shape: Shape, layout: Placements) -> Iterator[tuple[float, Placements]]:

@@ -201,11 +201,7 @@ on_change(clear_caches)
 
 def _remember(key: object, plan: Plan) -> None:
     with _lock:
-        if len(_plans) >= MAX_PLANS:
-            for old in list(_plans)[: MAX_PLANS // 2]:
-                del _plans[old]
-            _statistics["evictions"] += MAX_PLANS // 2
-        _plans[key] = plan
+        _statistics["evictions"] += hits.keep(_plans, MAX_PLANS, key, plan)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -486,13 +482,7 @@ def _wrap(cls: type, plan: Plan, result: object) -> object:
     if plan.single is not None:
         return new_dtensor(cls, cast("Tensor", result), plan.single, False)
     if isinstance(result, (tuple, list)):
-        wrapped = [
-            new_dtensor(cls, value, spec, False)
-            if isinstance(value, torch.Tensor) and spec is not None
-            else value
-            for value, spec in zip(result, plan.outputs, strict=True)
-        ]
-        return tuple(wrapped) if isinstance(result, tuple) else wrapped
+        return hits.wrap(cls, plan.outputs, result)
     return result
 
 

@@ -18,14 +18,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from hp_dtensor._torch import direct, new_dtensor, schema_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch._ops import OpOverload
 
     from hp_dtensor.spec import Spec
@@ -34,6 +33,7 @@ aten = torch.ops.aten
 
 Slow = Callable[[type, "OpOverload", Sequence[object], Mapping[str, object]], object]
 Key = tuple[object, ...]
+T = TypeVar("T")
 
 MAX_HITS = 16384
 """How many are kept; the oldest half goes when more would be."""
@@ -182,17 +182,22 @@ def _key(
     return tuple(key) if _read_into(cls, tuple(kwargs.values()), by_type, key, []) else None
 
 
+def keep(table: dict[Any, T], most: int, key: object, value: T) -> int:
+    """Put *value* into *table* of at most *most* entries; the oldest half goes when it is full. Returns how many went."""
+    old = list(table)[: most // 2] if len(table) >= most else []
+    for gone in old:
+        del table[gone]
+    table[key] = value
+    return len(old)
+
+
 def remember(cls: type, args: Sequence[object], kwargs: Mapping[str, object], hit: Hit) -> None:
     """Keep *hit* for the next call of its operator on such arguments, if these make a key."""
     key = _key(cls, hit.op, args, kwargs)
     if key is None:
         return
     with _lock:
-        if len(_hits) >= MAX_HITS:
-            for old in list(_hits)[: MAX_HITS // 2]:
-                del _hits[old]
-            evicted.calls += MAX_HITS // 2
-        _hits[key] = hit
+        evicted.calls += keep(_hits, MAX_HITS, key, hit)
 
 
 def clear() -> None:
@@ -214,7 +219,9 @@ def answered() -> int:
 def wrap(cls: type, outputs: Sequence[Spec | None], results: object) -> object:
     """Several *results* as distributed tensors of *outputs*, in a list or a tuple as they came."""
     wrapped = [
-        value if spec is None else new_dtensor(cls, cast("Tensor", value), spec, False)
+        new_dtensor(cls, value, spec, False)
+        if isinstance(value, torch.Tensor) and spec is not None
+        else value
         for value, spec in zip(cast("Sequence[object]", results), outputs, strict=True)
     ]
     return tuple(wrapped) if isinstance(results, tuple) else wrapped
