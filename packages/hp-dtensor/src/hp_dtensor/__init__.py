@@ -44,6 +44,7 @@ from hp_dtensor.factories import (
     randperm,
     zeros,
 )
+from hp_dtensor.gradients import accumulate_gradients
 from hp_dtensor.initialisation import init_empty_weights, init_on_device, init_parameters
 from hp_dtensor.layout import Layout
 from hp_dtensor.local import from_torch, local_map, redistribute_local, to_local, to_torch
@@ -121,6 +122,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "__version__",
+    "accumulate_gradients",
     "arange",
     "cache_statistics",
     "check_replicas",

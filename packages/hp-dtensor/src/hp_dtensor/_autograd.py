@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from hp_dtensor import replicas
 from hp_dtensor._torch import new_dtensor
@@ -26,7 +27,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
 
+    from hp_dtensor.gradients import Settle
+
 Placements = tuple[Placement, ...]
+
+SETTLED = "__settled__"
+"""Where a leaf keeps the hook that lays out its gradient (``hp_dtensor.gradients``); not copied or pickled with it."""
+
+
+def settle_of(tensor: Tensor) -> Settle | None:
+    """The hook that lays out the gradient of a leaf; None for a tensor that has none."""
+    return tensor.__dict__.get(SETTLED)
 
 
 def _spec(tensor: Tensor) -> Spec:
@@ -87,6 +98,7 @@ class _ToLocal(torch.autograd.Function):
     ) -> Tensor:
         ctx.cls, ctx.source, ctx.grad_placements = cls, _spec(tensor), grad_placements  # type: ignore[attr-defined]  # torch leaves these open
         ctx.leaf = tensor.is_leaf  # type: ignore[attr-defined]  # as above
+        ctx.settle = None if is_dynamo_compiling() else settle_of(tensor)  # type: ignore[attr-defined]  # as above
         ctx.name = replicas.described(tensor) if replicas.watching() else ""  # type: ignore[attr-defined]  # as above
         ctx.set_materialize_grads(False)
         local = cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
@@ -109,7 +121,8 @@ class _ToLocal(torch.autograd.Function):
         out = from_local(ctx.cls, grad, source.mesh, held, source.shape, source.stride, None)  # type: ignore[attr-defined]  # set in forward
         # What a leaf keeps is laid out like it. Elsewhere addends stay addends: a move that came before this one scatters
         # their sum, and combining them here would send every element twice.
-        if held != wanted and ctx.leaf:  # type: ignore[attr-defined]  # set in forward
+        settle: Settle | None = ctx.settle  # type: ignore[attr-defined]  # set in forward
+        if held != wanted and ctx.leaf and not (settle and settle.held):  # type: ignore[attr-defined]  # set in forward
             out = redistribute(ctx.cls, out, source.mesh, wanted)  # type: ignore[attr-defined]  # set in forward
         return out, None, None
 

@@ -31,9 +31,10 @@ from hp_dtensor._torch import (
 from hp_dtensor.checks import check_from_local
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.errors import LayoutError
+from hp_dtensor.gradients import Settle
 from hp_dtensor.hits import dispatcher
 from hp_dtensor.layout import Layout, PlacementsLike, folding, resolve
-from hp_dtensor.placements import REPLICATE, Partial, Placement, RaggedShard, gradient_placements
+from hp_dtensor.placements import REPLICATE, Partial, Placement, RaggedShard
 from hp_dtensor.replicas import watching
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
@@ -174,7 +175,7 @@ class DTensor(TorchDTensor):
 
     def _state(self) -> dict[str, object]:
         """The attributes that were set on this tensor, which a copy takes over."""
-        return {name: value for name, value in self.__dict__.items() if name != _SETTLED}
+        return {name: value for name, value in self.__dict__.items() if name != _autograd.SETTLED}
 
     # ----------------------------------------------------------------------------------------------------------------
     # What it is
@@ -387,13 +388,12 @@ class DTensor(TorchDTensor):
         last operator of the backward left it in.
         """
         super().requires_grad_(requires_grad)
-        if requires_grad and self.is_leaf and _SETTLED not in self.__dict__:
+        if requires_grad and self.is_leaf and _autograd.SETTLED not in self.__dict__:
             self._settle_gradients()
         return self
 
     def _settle_gradients(self) -> None:
-        settle = _Settle(self._own)
-        self.__dict__[_SETTLED] = self.register_hook(settle)  # type: ignore[no-untyped-call]  # torch declares it untyped
+        self.__dict__[_autograd.SETTLED] = Settle(DTensor, self, self._own)
 
     def tolist(self) -> Any:  # noqa: ANN401  # nested lists as deep as the tensor
         """The whole tensor as nested lists, on every rank."""
@@ -417,7 +417,7 @@ class DTensor(TorchDTensor):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # a C descriptor
         self._local_tensor = value._local_tensor  # type: ignore[attr-defined]  # every DTensor has one
         self._own = spec
-        settled = self.__dict__.get(_SETTLED)
+        settled = self.__dict__.get(_autograd.SETTLED)
         if settled is not None:
             settled.remove()
             self._settle_gradients()
@@ -464,30 +464,6 @@ def _even(
         torch.empty_strided(shape, stride, dtype=dtype, device="meta"), mesh, resolved
     )
     return make_spec(mesh, resolved, whole, steps, dtype)
-
-
-_SETTLED = "__settled__"
-"""Where a leaf keeps the handle of the hook that lays out its gradient; not copied or pickled with it."""
-
-
-class _Settle:
-    """Lays out the gradient of a leaf as the contract says.
-
-    It knows the leaf's layout and not the leaf, not even weakly: torch refuses to swap tensors that somebody refers to so.
-    """
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.mesh = spec.mesh
-        self.wanted = gradient_placements(spec.placements)
-
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        spec = spec_of(grad)
-        if spec is self.spec and not spec.is_partial:
-            return None
-        if spec is None or spec.placements == self.wanted or spec.mesh != self.mesh:
-            return None
-        return _autograd.redistribute(DTensor, grad, self.mesh, self.wanted)
 
 
 def _own_of(tensor: DTensor) -> DTensorSpec:

@@ -55,6 +55,8 @@ class Hit:
     """The position of the argument that is written to and returned."""
     is_view: bool = False
     """Whether results may share memory with an argument."""
+    constants: bool = False
+    """Whether no argument that is passed by name is a tensor or a list."""
 
 
 class _Count:
@@ -83,12 +85,11 @@ def _bindings() -> Iterator[tuple[OpOverload, Callable[..., object]]]:
         "dim": "squeeze mean",
         "dim_IntList": "sum",
         "self": "where",
-        "default": "neg exp log sqrt rsqrt cos sin abs relu sigmoid tanh mm bmm addmm t permute unsqueeze cat sum mean"
-        " clone detach ones_like zeros_like empty_like",
+        "default": "mm bmm addmm t permute unsqueeze cat sum mean ones_like zeros_like empty_like",
     }
     methods = {
         "Tensor": "add_ sub_ mul_ div_",
-        "default": "zero_ expand",
+        "default": "zero_ expand neg exp log sqrt rsqrt cos sin abs relu sigmoid tanh clone detach",
     }
     for owner, names in ((torch, functions), (torch.Tensor, methods)):
         for overload, listed in names.items():
@@ -196,6 +197,7 @@ def remember(cls: type, args: Sequence[object], kwargs: Mapping[str, object], hi
     key = _key(cls, hit.op, args, kwargs)
     if key is None:
         return
+    hit.constants = not any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values())
     with _lock:
         evicted.calls += keep(_hits, MAX_HITS, key, hit)
 
@@ -240,6 +242,7 @@ def view_in_inference(
 def dispatcher(slow: Slow) -> Callable[..., object]:
     """The ``__torch_dispatch__`` of a class: answer from what is known, else ask *slow*."""
     get, by_types = _hits.get, _by_type
+    wrap_one, in_inference_mode = new_dtensor, torch.is_inference_mode_enabled
     answered = _Count()
 
     def torch_dispatch(
@@ -250,7 +253,7 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         del types
-        # The keys of one tensor and of two are what `_key` would say, without its loop.
+        # The keys of one tensor, of two, and of one with two whole numbers are what `_key` would say, without its loop.
         count = 0 if kwargs else len(args)
         if count == 1 and type(args[0]) is cls:
             (only,) = args
@@ -267,6 +270,13 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
                 del left, right
                 return slow(cls, func, args, _NO_NAMES)
             result = hit.local(left._local_tensor, right._local_tensor)  # type: ignore[attr-defined]  # as above
+        elif (
+            count == 3
+            and type(args[0]) is cls
+            and type(args[1]) is int is type(args[2])
+            and (hit := get((id(func), args[0]._own, args[1], args[2])))  # type: ignore[attr-defined]  # as above
+        ):
+            result = hit.local(args[0]._local_tensor, args[1], args[2])  # type: ignore[attr-defined]  # as above
         else:
             number = id(func)
             by_type = by_types.get(number)
@@ -285,16 +295,18 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
                 hit = None
             if hit is None:
                 return slow(cls, func, args, kwargs or _NO_NAMES)
-            if kwargs:
-                result = hit.local(*filled, **dict(zip(kwargs, named, strict=True)))
-            else:
+            if not kwargs:
                 result = hit.local(*filled)
+            elif hit.constants:
+                result = hit.local(*filled, **kwargs)
+            else:
+                result = hit.local(*filled, **dict(zip(kwargs, named, strict=True)))
         answered.calls += 1
-        if hit.is_view and torch.is_inference_mode_enabled():
+        if hit.is_view and in_inference_mode():
             outputs = hit.outputs if hit.single is None else (hit.single,)
             return view_in_inference(cls, args[0], outputs, result)
         if hit.single is not None:
-            return new_dtensor(cls, result, hit.single, False)  # type: ignore[arg-type]  # the spec says it is a tensor
+            return wrap_one(cls, result, hit.single, False)  # type: ignore[arg-type]  # the spec says it is a tensor
         if hit.returned is not None:
             return args[hit.returned]
         return wrap(cls, hit.outputs, result) if hit.outputs else None

@@ -325,6 +325,8 @@ register_rule(
 def _expand_local(local: LocalCall) -> Callable[..., torch.Tensor]:
     size = local.output_local_shapes[0] or ()
     op = local.call.op
+    if tuple(cast("Sequence[int]", local.call.args[1])) == size:
+        return op
 
     def view(tensor: torch.Tensor, _size: object, **_implicit: object) -> torch.Tensor:
         return tensor.expand(size)
