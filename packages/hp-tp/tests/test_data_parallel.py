@@ -14,8 +14,10 @@ from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.collectives import all_reduce
 from hp_mesh.testing import spmd
 from hp_tp import (
+    BoundaryError,
     ColwiseParallel,
     DTensorExtensions,
+    NoParallel,
     PlanError,
     RowwiseParallel,
     input_reshard,
@@ -24,6 +26,7 @@ from hp_tp import (
     sync_grad_hook,
 )
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -49,37 +52,101 @@ def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 
-@spmd(world_size=4, timeout=60)
-def test_ddp_over_tp_trains_like_one_device() -> None:
-    """Losses and parameters of a few Adam steps; names stay, and no parameter vanishes after a forward."""
-    mesh = mesh_of(2, 2)
-    reference = Mlp()
-    model: Any = copy.deepcopy(reference)
-    parallelize_module(model, mesh["tp"], PLAN)
-    names = [name for name, _ in model.named_parameters()]
+class Nested(nn.Module):
+    """A pair of linear layers, one bias frozen, and a replicated module with parameters below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.down.bias.requires_grad_(False)
+        self.router = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.router(self.down(F.gelu(self.up(x))))
+
+
+def beside(kind: str, model: nn.Module, mesh: DeviceMesh, **options: bool) -> nn.Module:
+    """*model* under data parallelism of a *kind*."""
+    if kind == "replicate":
+        return replicate(model, device_mesh=mesh["dp"], **options)
+    if kind == "device_mesh":
+        return DistributedDataParallel(model, device_mesh=mesh["dp"], **options)
     pre_dp_module_transform(model)
-    assert [name for name, _ in model.named_parameters()] == names
-    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    wrapped = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
-    optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.1)
-    right_optimizer = torch.optim.Adam(reference.parameters(), lr=0.1)
-    rank = mesh.get_local_rank("dp")
-    for _ in range(3):
-        x = torch.randn(4, 6)
-        out, right = wrapped(x.chunk(2)[rank]), reference(x)
-        torch.testing.assert_close(out, right.chunk(2)[rank])
-        out.square().mean().backward()
-        right.square().mean().backward()
-        for step in (optimizer, right_optimizer):
-            step.step()
-            step.zero_grad()
-    assert [name for name, _ in model.named_parameters()] == names
-    own = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp"), **options)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("kind", ["replicate", "device_mesh", "transform"])
+@spmd(world_size=4, timeout=60)
+def test_ddp_over_tp_trains_like_one_device(kind: str, views: bool) -> None:
+    """Names, objects, gradients, the clipped norm and parameters over some steps; whichever parameters the optimizer has."""
+    mesh = mesh_of(2, 2)
+    for when in ("before", "after", "between"):
+        reference = Nested()
+        model: Any = copy.deepcopy(reference)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "router": NoParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        before = dict(model.named_parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        wrapped = beside(kind, model, mesh, gradient_as_bucket_view=views)
+        if when == "after":
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        right_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        for count in range(3):
+            x = torch.randn(4, 6)
+            wrapped(x.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
+            reference(x).square().mean().backward()
+            if when == "between" and count == 0:
+                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+            now = dict(model.named_parameters())
+            assert list(now) == list(before)
+            for name, parameter in now.items():
+                right = reference.get_parameter(name)
+                assert parameter is before[name]
+                assert parameter.requires_grad == right.requires_grad
+                if right.requires_grad:
+                    torch.testing.assert_close(parameter.grad.full_tensor(), right.grad)
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            right_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            torch.testing.assert_close(norm.full_tensor(), right_norm)
+            for step in (optimizer, right_optimizer):
+                step.step()
+                step.zero_grad(set_to_none=count > 0)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name))
+
+
+@spmd(world_size=4, timeout=60)
+def test_accumulated_gradients_are_reduced_once() -> None:
+    """Two halves of a batch, the first without reduction, give the gradients of the batch."""
+    mesh = mesh_of(2, 2)
+    reference = Nested()
+    model: Any = copy.deepcopy(reference)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    wrapped: Any = beside("device_mesh", model.requires_grad_(), mesh)  # all of them now
+    reference.requires_grad_()
+    x = torch.randn(4, 6)
+    first, second = x.chunk(2)[mesh.get_local_rank("dp")]
+    with wrapped.no_sync():
+        (wrapped(first).square().mean() / 2).backward()
+    (wrapped(second).square().mean() / 2).backward()
+    reference(x).square().mean().backward()
     for name, parameter in model.named_parameters():
-        expected: Tensor = reference.get_parameter(name)
-        if name in own:
-            expected = expected.chunk(2, own[name])[mesh.get_local_rank("tp")]
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
+        found = parameter.grad
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, reference.get_parameter(name).grad)
+
+
+@spmd(world_size=4, timeout=60)
+def test_a_parameter_used_outside_of_its_module_is_refused_under_ddp() -> None:
+    """Its gradient would stay this replica's; before there was DDP it is the whole one."""
+    mesh = mesh_of(2, 2)
+    model: Any = parallelize_module(Mlp(), mesh["tp"], PLAN)
+    model.up.weight.square().sum().backward()
+    wrapped = beside("replicate", model, mesh)
+    wrapped(torch.randn(2, 6)).sum().backward()
+    with pytest.raises(BoundaryError, match="not be averaged over the replicas"):
+        model.up.weight.square().sum().backward()
 
 
 @spmd(world_size=2, timeout=60)
@@ -94,12 +161,35 @@ def test_a_tie_stays_a_tie_under_ddp() -> None:
     pre_dp_module_transform(holder)
     assert model.out.weight is model.emb.weight
     ids = torch.tensor([1, 5, 2])
+    piece = model.emb.weight
     holder(ids).square().sum().backward()
+    assert isinstance(model.emb.weight, DTensor)
+    assert model.out.weight is model.emb.weight
     right = reference.out(reference.emb(ids))
     own = mesh.get_local_rank()
     right.chunk(2, -1)[own].square().sum().backward()
     total = all_reduce(reference.emb.weight.grad, "sum", mesh.get_group())
-    torch.testing.assert_close(model.emb.weight.grad, total.chunk(2)[own])
+    torch.testing.assert_close(model.emb.weight.grad.full_tensor(), total)
+    torch.testing.assert_close(piece.grad, total.chunk(2)[own])
+
+
+@spmd(world_size=4, timeout=60)
+def test_a_tie_stays_a_tie_under_replicate() -> None:
+    """Torch exchanges one of the two names; both modules use the piece, and its gradient is averaged."""
+    mesh = mesh_of(2, 2)
+    model: Any = nn.ModuleDict({"emb": nn.Embedding(6, 4), "out": nn.Linear(4, 6, bias=False)})
+    model.out.weight = model.emb.weight
+    reference = Holder(copy.deepcopy(model))
+    plan = {"emb": RowwiseParallel(), "out": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(model, mesh["tp"], plan)
+    holder = replicate(Holder(model), device_mesh=mesh["dp"])
+    ids = torch.tensor([[1, 5], [2, 2]])
+    holder(ids[mesh.get_local_rank("dp")]).square().mean().backward()
+    reference(ids).square().mean().backward()
+    assert model.out.weight is model.emb.weight
+    assert [name for name, _ in holder.named_parameters()] == ["parts.emb.weight"]
+    right = reference.get_parameter("parts.emb.weight").grad
+    torch.testing.assert_close(model.emb.weight.grad.full_tensor(), right)
 
 
 class Holder(nn.Module):

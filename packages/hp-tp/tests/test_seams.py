@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from hp_dtensor import CommDebugMode
+from hp_dtensor import CommDebugMode, Shard, distribute_tensor
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import ColwiseParallel
@@ -17,6 +18,7 @@ from hp_tp._torch import (
     buffers_of,
     children_of,
     dispatch_modes,
+    localized_by_torch,
     mark_flattened,
     parameters_of,
 )
@@ -88,6 +90,21 @@ def test_a_tensor_is_marked_for_the_first_fsdp() -> None:
     assert not _is_fsdp_flattened(tensor)
     assert mark_flattened(tensor) is tensor
     assert _is_fsdp_flattened(tensor)
+
+
+@spmd(world_size=2, timeout=120)
+def test_torch_marks_the_pieces_that_it_makes_for_ddp() -> None:
+    """Exchanged by torch's own function, a parameter of a plain module has the mark; it can be taken off once."""
+    from torch.distributed.tensor.parallel.ddp import _localize_dtensor
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    layer: Any = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+    assert not localized_by_torch(layer.weight)
+    _localize_dtensor(layer)
+    assert type(layer.weight) is nn.Parameter
+    assert localized_by_torch(layer.weight)
+    assert not localized_by_torch(layer.weight)
 
 
 def test_the_compilers_pass_has_its_switch() -> None:

@@ -1,6 +1,6 @@
 """Tensor parallelism for PyTorch modules: styles, plans, and the boundaries between local and distributed.
 
-General layout, bottom up: ``errors``; ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
+General layout, bottom up: ``errors``; ``pieces`` (under DDP); ``substitution`` (another forward for a module), ``partial_gradient`` and ``boundary``
 (a value crosses), ``placing`` and ``local_states`` (parameters), ``style`` (the abstract style); ``linear``, ``embedding``,
 ``fused`` (local computation); ``tensor_parallel``, ``norm``, ``prepare``, ``attention``, ``experts``, ``linear_attention``,
 ``seams``, ``replicas`` (the styles); ``sharding`` (declarations) and ``declared`` (carried out); ``plan`` (names to styles),

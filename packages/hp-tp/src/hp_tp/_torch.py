@@ -19,6 +19,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "dispatch_modes",
+    "localized_by_torch",
     "mark_flattened",
     "parameters_of",
     "pipeline_products_in_compiler",
@@ -50,6 +51,11 @@ def mark_flattened(tensor: Tensor) -> Tensor:
 
     _set_fsdp_flattened(tensor)
     return tensor
+
+
+def localized_by_torch(parameter: nn.Parameter) -> bool:
+    """Whether torch has made *parameter* as the piece of a distributed one, for DDP; the mark, which we take off, has no public name."""
+    return parameter.__dict__.pop("_st_info", None) is not None
 
 
 def apply_style(style: TorchStyle, module: nn.Module, mesh: TorchMesh) -> nn.Module:

@@ -1,10 +1,10 @@
 """Tensor parallelism under data parallelism that knows plain tensors only: DDP, and the first FSDP.
 
 Both keep parameters as plain tensors (in buckets, or in one flat tensor) and need the distributed ones only while the
-forward runs. For DDP, :func:`pre_dp_module_transform` makes the parameters plain pieces, and the forward sees distributed
-tensors made of them: gradients come back to the pieces, already added up over the tensor-parallel ranks where those are
-replicas, and DDP reduces them over the data-parallel ones. For the first FSDP, :class:`DTensorExtensions` does the same around
-its flat parameter.
+forward runs. For DDP, :func:`pre_dp_module_transform` makes plain pieces of the parameters, and the forward sees distributed
+tensors made of them (:mod:`hp_tp.pieces`): gradients come back to the pieces, already added up over the tensor-parallel ranks
+where those are replicas, and DDP reduces them over the data-parallel ones. For the first FSDP, :class:`DTensorExtensions`
+does the same around its flat parameter.
 
 FSDP2 takes distributed parameters as they are and needs none of this.
 """
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch.distributed.fsdp  # noqa: F401  # the next module can only be imported from within this one
 from hp_dtensor import DTensor, Placement, Replicate, Shard
-from hp_dtensor.distribute import like_parameter
 from hp_dtensor.spec import Spec, spec_of
 from hp_mesh import DeviceMesh
 from hp_mesh.collectives import wait
@@ -28,6 +27,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as TorchExt
 from hp_tp._torch import mark_flattened, parameters_of
 from hp_tp.errors import PlanError
 from hp_tp.local_states import owner_of
+from hp_tp.pieces import link, piece_of
 from hp_tp.substitution import substitute
 
 if TYPE_CHECKING:
@@ -80,10 +80,7 @@ def _distributed(piece: Tensor, spec: Spec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """A module whose parameters are plain between forwards: a wrapper of its forward."""
-
-    specs: tuple[tuple[str, Spec], ...]
-    """The paths of parameters that are pieces, with what they are pieces of."""
+    """A module whose parameters have plain pieces: a wrapper of its forward, in which all below see distributed ones."""
 
     def __call__(
         self,
@@ -92,30 +89,18 @@ class _Rebuilt:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
-        made: dict[nn.Parameter, Tensor] = {}
-        before: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        try:
-            for path, spec in self.specs:
-                owner, name = owner_of(module, path)
-                held = parameters_of(owner)
-                piece = held.get(name)
-                if piece is None or isinstance(piece, TorchDTensor):
-                    continue
-                if piece not in made:  # a tied parameter stays one
-                    made[piece] = _distributed(piece, spec)
-                before.append((held, name, piece))
-                held[name] = cast("nn.Parameter", made[piece])
-            return forward(module, *args, **kwargs)
-        finally:
-            for held, name, piece in before:
-                held[name] = piece
+        return forward(module, *args, **kwargs)
 
 
 def pre_dp_module_transform(module: nn.Module) -> nn.Module:
     """Make a tensor-parallel *module* ready for ``DistributedDataParallel`` over another mesh axis, in place.
 
-    Its parameters become plain: this rank's pieces, sharing memory with what they were. Make optimizers afterwards. A
-    checkpoint then has pieces under the old names; take it before, or from the module under FSDP2.
+    Its parameters become plain, for DDP to collect: this rank's pieces, sharing memory with what they were. From the first
+    forward on the distributed ones are back, and have their gradients in the memory of the pieces' that DDP reduces; so an
+    optimizer may hold either, clipping has the norm of the whole, and checkpoints are as without DDP.
+
+    ``DistributedDataParallel(model, device_mesh=...)`` and ``replicate(model, device_mesh=...)`` of torch need no call of
+    this: they do the same by themselves.
 
     Args:
         module: after ``parallelize_module``.
@@ -133,23 +118,17 @@ def pre_dp_module_transform(module: nn.Module) -> nn.Module:
         ...     pre_dp_module_transform(model)
         ...     return DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     """
-    pieces: dict[nn.Parameter, nn.Parameter] = {}
-    specs: list[tuple[str, Spec]] = []
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        spec = spec_of(parameter)
-        if spec is None:
-            continue
-        if parameter not in pieces:
-            local = cast("Tensor", parameter._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
-            pieces[parameter] = like_parameter(parameter, local.detach())
-        specs.append((path, spec))
-    if not specs:
+    found = False
+    for path, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if isinstance(parameter, TorchDTensor):
+            found = True
+            owner, name = owner_of(module, path)
+            piece = piece_of(parameter)
+            parameters_of(owner)[name] = link(parameter) if piece is None else piece
+    if not found:
         message = f"no parameter of {type(module).__name__} is distributed; call parallelize_module first, and this once"
         raise PlanError(message)
-    for path, _ in specs:
-        owner, name = owner_of(module, path)
-        parameters_of(owner)[name] = pieces[cast("nn.Parameter", parameters_of(owner)[name])]
-    substitute(module, _Rebuilt(tuple(specs)))
+    substitute(module, _Rebuilt())
     return module
 
 

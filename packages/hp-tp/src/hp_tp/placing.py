@@ -19,8 +19,9 @@ from torch import nn
 
 from hp_tp._torch import buffers_of, parameters_of
 from hp_tp.errors import PlanError
+from hp_tp.substitution import enroll
 
-__all__ = ["is_placed", "place", "place_state", "replicate"]
+__all__ = ["is_placed", "place", "place_state", "replicate", "tie"]
 
 
 def place(
@@ -51,13 +52,19 @@ def place_state(
     parameter = parameters_of(module).get(name)
     if parameter is not None:
         data = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
-        module.register_parameter(name, like_parameter(parameter, data))
+        tie(module, name, like_parameter(parameter, data))
         return
     buffer = buffers_of(module).get(name)
     if buffer is not None:
         buffers_of(module)[name] = distribute_tensor(
             buffer.detach(), mesh, placements, src_data_rank=source
         )
+
+
+def tie(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Let the parameter *name* of *module* be the distributed *parameter*, which other modules may have as well."""
+    enroll(module)
+    module.register_parameter(name, parameter)
 
 
 def is_placed(
@@ -95,7 +102,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
             if parameter is None:
                 continue
             if parameter in tied:
-                child.register_parameter(name, tied[parameter])
+                tie(child, name, tied[parameter])
                 continue
             place(child, mesh, {name: Replicate()}, source)
             tied[parameter] = getattr(child, name)

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
 from hp_tp._torch import apply_style, children_of, parameters_of
 from hp_tp.errors import PlanError, UnmatchedKeyError
+from hp_tp.placing import tie
 from hp_tp.style import ParallelStyle
 
 __all__ = ["Match", "ParallelPlan", "Unmatched", "match_plan", "parallelize_module"]
@@ -305,9 +306,9 @@ def _apply(
     }
     if after:
         for owner in root.modules():
-            for name, parameter in parameters_of(owner).items():
+            for name, parameter in list(parameters_of(owner).items()):
                 if parameter is not None and parameter in after:
-                    parameters_of(owner)[name] = after[parameter]
+                    tie(owner, name, after[parameter])
     return new
 
 

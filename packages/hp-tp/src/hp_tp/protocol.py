@@ -29,6 +29,7 @@ from hp_tp.declared import (
     prepare_config,
 )
 from hp_tp.errors import PlanError
+from hp_tp.placing import tie
 from hp_tp.plan import match_plan
 from hp_tp.sharding import LayoutLike, ShardingConfig, as_layout, placements_on
 from hp_tp.substitution import original_class, restore
@@ -226,7 +227,7 @@ def _tie(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     }
     for owner, name, old in before:
         if old in changed:
-            parameters_of(owner)[name] = changed[old]
+            tie(owner, name, changed[old])
 
 
 def unparallelize(module: nn.Module) -> nn.Module:

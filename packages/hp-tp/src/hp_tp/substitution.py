@@ -4,6 +4,8 @@ The class of the module is exchanged for a subclass whose ``forward`` hands over
 the module's dictionary. Reasons, each a test: FSDP2 puts its own subclass on top; ``isinstance`` holds; deep copies, pickles
 and ``state_dict`` carry on; a compiler sees a method; hooks of users run outside, on what the caller passed.
 
+The subclass also looks at parameters that are exchanged from outside: see :mod:`hp_tp.pieces`.
+
 Not taken: hooks for the boundary (the outgoing one does not know what came in, and closures do not pickle), and an
 instance attribute ``forward`` (a copy of the module would call the original).
 """
@@ -19,10 +21,13 @@ from typing import Protocol, TypeAlias, cast
 from torch import nn
 
 from hp_tp.errors import PlanError
+from hp_tp.pieces import LINKED, OWNERS, admit, note_deleted, whole_parameters
 
 __all__ = [
     "Forward",
     "Wrapper",
+    "enclose",
+    "enroll",
     "exchange_attribute",
     "original_class",
     "restore",
@@ -72,6 +77,23 @@ class _Stacked:
         return self.outer(module, within, args, kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class _AsItIs:
+    """No wrapper: the module's own forward."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        return forward(module, *args, **kwargs)
+
+
+_AS_IT_IS = _AsItIs()
+
+
 def substitute(module: nn.Module, wrapper: Wrapper) -> None:
     """Let *wrapper* run in front of the forward of *module*, and of wrappers put there before.
 
@@ -84,10 +106,14 @@ def substitute(module: nn.Module, wrapper: Wrapper) -> None:
             "which would run instead of the parallel one; remove it first, and set it again after parallelize_module"
         )
         raise PlanError(message)
-    before = wrapper_of(module)
-    if before is None:
-        module.__class__ = _parallel_class(type(module))  # type: ignore[arg-type]  # a class has a hash
-    module.__dict__[_WRAPPER] = wrapper if before is None else _Stacked(wrapper, before)
+    enclose(module, lambda before: wrapper if before is None else _Stacked(wrapper, before))
+
+
+def enroll(module: nn.Module) -> None:
+    """Let *module*, which has distributed parameters, look at those that are exchanged; its forward stays what it is."""
+    if wrapper_of(module) is None and "forward" not in vars(module):
+        _make_parallel(module)
+        module.__dict__[_WRAPPER] = _AS_IT_IS
 
 
 def exchange_attribute(module: nn.Module, name: str, value: object) -> None:
@@ -110,8 +136,8 @@ def enclose(module: nn.Module, make: Callable[[Wrapper | None], Wrapper]) -> Non
     """Exchange what runs in place of the forward of *module* for what *make* makes of it."""
     before = wrapper_of(module)
     if before is None:
-        module.__class__ = _parallel_class(type(module))  # type: ignore[arg-type]  # a class has a hash
-    module.__dict__[_WRAPPER] = make(before)
+        _make_parallel(module)
+    module.__dict__[_WRAPPER] = make(None if before is _AS_IT_IS else before)
 
 
 def wrapper_of(module: nn.Module) -> Wrapper | None:
@@ -124,13 +150,28 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return cast("type[nn.Module]", getattr(type(module), _BASE, type(module)))
 
 
+def _make_parallel(module: nn.Module) -> None:
+    module.__class__ = _parallel_class(type(module))  # type: ignore[arg-type]  # a class has a hash
+    OWNERS.add(module)
+
+
 @functools.lru_cache(maxsize=1024)
 def _parallel_class(base: type[nn.Module]) -> type[nn.Module]:
     inherited = base.forward
 
     @functools.wraps(inherited)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return self._tensor_parallel(self, inherited, args, kwargs)  # type: ignore[operator]  # kept in the dictionary
+        if LINKED:
+            with whole_parameters(self):
+                return self._tensor_parallel(self, inherited, args, kwargs)  # type: ignore[operator]  # kept in the dictionary
+        return self._tensor_parallel(self, inherited, args, kwargs)  # type: ignore[operator]  # as above
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        base.register_parameter(self, name, admit(self, name, param))
+
+    def __delattr__(self: nn.Module, name: str) -> None:  # noqa: N807  # it becomes a method of the class
+        note_deleted(self, name)
+        base.__delattr__(self, name)
 
     def __reduce_ex__(self: nn.Module, protocol: int) -> object:  # noqa: N807  # it becomes a method of the class
         made, arguments, *rest = cast("tuple[object, ...]", base.__reduce_ex__(self, protocol))
@@ -145,6 +186,8 @@ def _parallel_class(base: type[nn.Module]) -> type[nn.Module]:
             "__module__": base.__module__,
             "__doc__": base.__doc__,
             "forward": forward,
+            "register_parameter": register_parameter,
+            "__delattr__": __delattr__,
             "__reduce_ex__": __reduce_ex__,
             _BASE: base,
         },
@@ -155,4 +198,6 @@ def _parallel_class(base: type[nn.Module]) -> type[nn.Module]:
 def _blank(base: type[nn.Module]) -> nn.Module:
     """An instance to load a pickled state into."""
     made = _parallel_class(base)  # type: ignore[arg-type]  # a class has a hash
-    return made.__new__(made)
+    blank = made.__new__(made)
+    OWNERS.add(blank)
+    return blank
