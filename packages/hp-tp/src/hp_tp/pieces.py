@@ -13,7 +13,7 @@ forward it finds none to exchange. A parallel module therefore looks at what is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -68,7 +68,7 @@ def piece_of(parameter: Tensor) -> nn.Parameter | None:
 
 def note_deleted(module: nn.Module, name: str) -> None:
     """Remember a distributed parameter that is about to be deleted, in case that its piece comes next."""
-    held = parameters_of(module).get(name)
+    held: Tensor | None = parameters_of(module).get(name)
     if isinstance(held, TorchDTensor):
         module.__dict__[_DELETED] = (name, held)
 
@@ -84,9 +84,7 @@ def admit(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Pa
     if piece_of(whole) is None:
         link(whole, parameter)
         for owner, its_name in _places().get(id(whole), ()):
-            if (
-                parameters_of(owner).get(its_name) is whole
-            ):  # torch exchanges one of several that are tied
+            if parameters_of(owner).get(its_name) is whole:  # torch exchanges one of those tied
                 parameters_of(owner)[its_name] = parameter
         return parameter
     _local(whole).requires_grad_(False)  # torch has turned it on
@@ -98,7 +96,8 @@ def _places() -> dict[int, list[tuple[nn.Module, str]]]:
     if not _found:
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for owner in OWNERS:
-            for name, parameter in parameters_of(owner).items():
+            held: Mapping[str, Tensor | None] = parameters_of(owner)
+            for name, parameter in held.items():
                 if isinstance(parameter, TorchDTensor):
                     places.setdefault(id(parameter), []).append((owner, name))
         _found.append(places)
@@ -171,9 +170,9 @@ def _watch(piece: nn.Parameter, whole: nn.Parameter) -> None:
 
 def _refuse(grad: Tensor) -> Tensor:
     message = (
-        f"a parameter of shape {tuple(grad.shape)} was used outside of its module's forward, under data parallelism that "
-        "holds its piece: this gradient would not be averaged over the replicas. Use it inside of the forward of its module, or take "
-        "FSDP2 (fully_shard, or replicate of torch.distributed._composable.replicate_with_fsdp), which needs no pieces."
+        f"a parameter of shape {tuple(grad.shape)} was used outside of its module's forward (or in a compiled one), under data "
+        "parallelism that holds its piece: this gradient would not be averaged over the replicas. Use it inside of the eager "
+        "forward of its module, or take FSDP2 (fully_shard, or replicate of torch.distributed._composable.replicate_with_fsdp), which needs no pieces."
     )
     raise BoundaryError(message)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
+import torch
 from torch import nn
 
 from hp_tp.errors import PlanError
@@ -161,7 +162,7 @@ def _parallel_class(base: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(inherited)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if LINKED:
+        if LINKED and not torch.compiler.is_compiling():
             with whole_parameters(self):
                 return self._tensor_parallel(self, inherited, args, kwargs)  # type: ignore[operator]  # kept in the dictionary
         return self._tensor_parallel(self, inherited, args, kwargs)  # type: ignore[operator]  # as above
