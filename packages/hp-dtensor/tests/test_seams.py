@@ -5,6 +5,7 @@ Then the compositions that decided the design: FSDP2 over tensor parallel, check
 
 from __future__ import annotations
 
+import math
 import tempfile
 
 import pytest
@@ -26,8 +27,14 @@ from hp_dtensor import _torch as seam
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 R = Replicate()
 
@@ -313,6 +320,48 @@ def test_fsdp2_over_tensor_parallel_trains_like_one_device() -> None:
     for (name, got), want in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert got.device_mesh.ndim == 2, name
         torch.testing.assert_close(_whole(got), want, msg=name)
+
+
+@spmd(world_size=2)
+def test_torch_scatters_an_uneven_strided_shard() -> None:
+    """Torch's distribute_tensor cuts pieces of different lengths; the day its own code does, ours can go."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = torch.arange(10.0).view(5, 2)
+    laid = torch_distribute_tensor(rows, mesh, [StridedShard(0, split_factor=2)])
+    mine = [rows[[0, 1, 3]], rows[[2, 4]]][mesh.get_local_rank()]
+    torch.testing.assert_close(laid.to_local(), mine)
+    torch_code = StridedShard._shard_tensor.__wrapped__
+    with pytest.raises(AssertionError):
+        torch_code(StridedShard(0, split_factor=2), rows, mesh, 0)
+
+
+@spmd(world_size=4)
+@pytest.mark.parametrize("shape", [(1, 17), (5,), (7, 3), (0, 3), (2, 1)])
+def test_a_whole_state_dict_loads_into_any_layout(shape: tuple[int, ...]) -> None:
+    """Whole to FSDP2 over tensor parallel and back is the identity, bit for bit, from each rank's own or from rank 0."""
+    pytest.importorskip("numpy")  # torch's object collectives
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut = nn.Parameter(torch.zeros(shape))
+            self.whole = nn.Parameter(torch.zeros(shape))
+            self.register_buffer("scalar", torch.tensor(0.0))
+
+    values = torch.arange(float(math.prod(shape))).view(shape) + 1
+    for from_one in (False, True):
+        model = Holder()
+        _parameters(model, mesh["tp"], {"cut": Shard(0), "whole": R})
+        fully_shard(model, mesh=mesh["dp"])
+        whole = {"cut": values.clone(), "whole": -values, "scalar": torch.tensor(3.0)}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_one)
+        given = {} if from_one and dist.get_rank() else dict(whole)
+        set_model_state_dict(model, given, options=options)
+        back = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert set(back) == set(whole)
+        for name, value in whole.items():
+            assert torch.equal(back[name], value), name
 
 
 @spmd(world_size=4)

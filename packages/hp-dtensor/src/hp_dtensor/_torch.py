@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -15,6 +16,9 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._collective_utils import (
+    mesh_scatter,  # what torch's own scatter of a shard ends in; the public one knows no mesh
+)
 from torch.distributed.tensor._dtensor_spec import (  # the type that FSDP2 and DCP read from `_spec`; public nowhere
     DTensorSpec,
     TensorMeta,
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from torch._C import FunctionSchema
     from torch._ops import OpOverload, OpOverloadPacket
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
@@ -76,6 +81,7 @@ __all__ = [
     "mask_of",
     "new_dtensor",
     "read_seed_field",
+    "scatter_uneven_strided_shards",
     "schema_of",
     "storage_owners",
     "support_foreach",
@@ -261,6 +267,46 @@ def support_foreach(kind: type) -> None:
     for names in (cast("list[type]", _optimizer_types), cast("list[type]", _foreach_types)):
         if kind not in names:
             names.append(kind)
+
+
+def scatter_uneven_strided_shards() -> None:
+    """Let torch's ``distribute_tensor`` cut a ``StridedShard`` into pieces of different lengths.
+
+    Its scatter says that it pads them, does not, and stops at an assertion of its own. FSDP2 over an uneven tensor-parallel
+    parameter has such pieces, and loading a whole state dict cuts them so. Where the pieces are equal, torch's code runs.
+    """
+    # Torch's own class calls the method by this name, and offers no place to put another.
+    even = StridedShard._shard_tensor
+
+    @wraps(even)
+    def shard_tensor(
+        self: StridedShard,
+        tensor: Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        src_data_rank: int | None = 0,
+    ) -> Tensor:
+        where = mesh.get_coordinate()
+        if src_data_rank is None or where is None:
+            return even(self, tensor, mesh, mesh_dim, src_data_rank)
+        pieces, missing = self._split_tensor(tensor, mesh.size(mesh_dim))
+        if len({piece.shape for piece in pieces}) == 1:
+            return even(self, tensor, mesh, mesh_dim, src_data_rank)
+        dim = self.dim
+        padded = [
+            torch.cat((piece, piece.new_zeros(sized(piece.shape, dim, gap))), dim)
+            for piece, gap in zip(pieces, missing, strict=True)
+        ]
+        out = torch.empty_like(padded[0])
+        mesh_scatter(out, padded, mesh, mesh_dim=mesh_dim, group_src=src_data_rank)
+        length = out.size(dim) - missing[where[mesh_dim]]
+        return out.narrow(dim, 0, length).contiguous()
+
+    def sized(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:
+        return (*shape[:dim], size, *shape[dim + 1 :])
+
+    if not hasattr(even, "__wrapped__"):
+        StridedShard._shard_tensor = shard_tensor
 
 
 def group_of(args: Sequence[object]) -> ProcessGroup | None:

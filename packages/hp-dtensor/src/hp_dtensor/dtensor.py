@@ -26,6 +26,7 @@ from hp_dtensor._torch import (
     disabled_torch_function,
     mark_parameter,
     new_dtensor,
+    scatter_uneven_strided_shards,
     support_foreach,
 )
 from hp_dtensor.checks import check_from_local
@@ -507,3 +508,4 @@ def as_dtensor(tensor: TorchDTensor) -> DTensor:
 # What a checkpoint of ours holds, so that torch.load(weights_only=True) takes it. Torch lists its own types itself.
 torch.serialization.add_safe_globals([DTensor, RaggedShard, rebuild, TensorMeta, DTensorSpec])
 support_foreach(DTensor)
+scatter_uneven_strided_shards()
