@@ -67,14 +67,24 @@ def _tree(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return cast("Tensor", terms[0])
 
 
-def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mantissa between the roots of a half and of two, and exponent, both in the dtype of *x*."""
-    wide = x.dtype == torch.float64
-    whole, width = (torch.int64, 52) if wide else (torch.int32, 23)
-    root_of_half = 0x3FE6A09E667F3BCD if wide else 0x3F3504F3
-    bits = x.view(whole)
-    exponent = (bits - root_of_half) >> width
-    return (bits - (exponent << width)).view(x.dtype), exponent.to(x.dtype)
+_ROOT_OF_HALF = 0x3F3504F3
+"""As the bits of a float32; the mantissas of logarithms are counted from here."""
+_ROOT_OF_HALF_64 = 0x3FE6A09E667F3BCD
+
+
+def _logarithm_32(x: Tensor, shift: int) -> Tensor:
+    """``log(x) - shift * log(2)`` in float32.
+
+    The mantissa becomes a number by conversion rather than by reading its bits as one. The difference to one comes from it
+    without rounding, and compilers for CPUs, which reinterpret element by element, are twice as fast.
+    """
+    above = x.view(torch.int32) - _ROOT_OF_HALF
+    exponent = (above >> 23).to(x.dtype)
+    if shift:
+        exponent = exponent - shift
+    steps = ((above & 0x7FFFFF) - (0x3F800000 - _ROOT_OF_HALF)).to(x.dtype)
+    offset = (steps + steps.relu()) * 2.0**-24  # below one the steps are half as long
+    return exponent * _LN2_HIGH + (offset * _tree(offset, _LOG) + exponent * _LN2_LOW)
 
 
 def logarithm(x: Tensor, *, shift: int = 0) -> Tensor:
@@ -84,12 +94,13 @@ def logarithm(x: Tensor, *, shift: int = 0) -> Tensor:
         >>> bool(abs(logarithm(torch.tensor([10.0]))[0] - 2.302585) < 1e-6)
         True
     """
-    mantissa, exponent = _parts(x)
+    if x.dtype == torch.float32:
+        return _logarithm_32(x, shift)
+    bits = x.view(torch.int64)
+    whole = (bits - _ROOT_OF_HALF_64) >> 52
+    mantissa, exponent = (bits - (whole << 52)).view(x.dtype), whole.to(x.dtype)
     if shift:
         exponent = exponent - shift
-    if x.dtype == torch.float32:
-        offset = mantissa - 1.0
-        return exponent * _LN2_HIGH + (offset * _tree(offset, _LOG) + exponent * _LN2_LOW)
     above = mantissa + 1.0
     inverse = above * -0.2424 + 0.9878  # 1 / above, to a percent where the mantissa is
     for _ in range(4):

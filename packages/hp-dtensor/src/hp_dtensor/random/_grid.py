@@ -79,42 +79,54 @@ def counted(
     *rows, (last, wanted) = kept or [(1, ((0, 1),))]
     tile = _TILE if last >= 16 * _TILE or last % (4 * _TILE) == 0 else 1
     group = tile * lanes
-    per_row = -(-last // group) * tile
+    per_row = -(-last // group)
     height = math.prod([height_of(intervals) for _, intervals in rows])
-    many = per_row * math.prod([size for size, _ in rows]) > 1 << 32
+    many = tile * per_row * math.prod([size for size, _ in rows]) > 1 << 32
     pieces = []
     for start, stop in wanted:
-        first, end = start // group * tile, -(-stop // group) * tile
+        first, end = start // group, -(-stop // group)
         total = height * (end - first)
-        chunks = _counters(rows, (first, end), per_row, device, _CHUNK if eager else total)
+        chunks = _tiles(
+            rows, (first, end), per_row, device, max(_CHUNK // tile, 1) if eager else total
+        )
         if eager:
-            made = torch.empty((total // tile, lanes, tile), dtype=dtype, device=device)
+            made = torch.empty((total, lanes, tile), dtype=dtype, device=device)
             done = 0
             for chunk in chunks:
-                done = _store(made, done, make(_words(chunk(), key, many=many)))
+                done = _store(made, done, make(_words(_blocks(chunk(), tile), key, many=many)))
         else:
-            numbers = make(_words(chunks[0](), key, many=many))
+            numbers = make(_words(_blocks(chunks[0](), tile), key, many=many))
             # Narrow elements are stored one by one; they become narrow afterwards, as vectors.
             kind = torch.float32 if dtype.itemsize < 4 else dtype
-            made = torch.stack([v.to(kind).view(-1, tile) for v in numbers], 1).to(dtype)
-        skip = start - first * lanes
+            made = torch.stack([v.to(kind) for v in numbers], 1).to(dtype)
+        skip = start - first * group
         pieces.append(made.view(height, -1)[:, skip : skip + stop - start])
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
     return out.reshape(sizes)
 
 
-def _counters(
+def _blocks(tiles: Tensor, tile: int) -> Tensor:
+    """The counters of the blocks of these *tiles*, a row for each.
+
+    A bit operator joins the two parts of a counter since a compiler would see through a sum: it would walk over all blocks
+    in one loop, from which the lanes cannot be stored, and keep the words of all blocks in between.
+    """
+    inner = torch.arange(tile, device=tiles.device)
+    return (tiles * tile).unsqueeze(-1) | inner
+
+
+def _tiles(
     rows: Sequence[tuple[int, Sequence[tuple[int, int]]]],
-    blocks: tuple[int, int],
+    wanted: tuple[int, int],
     per_row: int,
     device: torch.device,
     chunk: int,
 ) -> list[Callable[[], Tensor]]:
-    """The counters of these *blocks* of each of the *rows*, which are given as sizes and wanted intervals of dims.
+    """The numbers of the *wanted* tiles of each of the *rows*, which are given as sizes and wanted intervals of dims.
 
     They come in order, about *chunk* at a time, each chunk made when it is called.
     """
-    first, end = blocks
+    first, end = wanted
     strides = [per_row] * len(rows)
     for position in range(len(rows) - 2, -1, -1):
         strides[position] = strides[position + 1] * rows[position + 1][0]
@@ -137,7 +149,7 @@ def _counters(
 
 
 def _adjacent(rows: Sequence[tuple[int, Sequence[tuple[int, int]]]], *, whole: bool) -> bool:
-    """Whether the wanted blocks of all rows follow each other without a gap."""
+    """Whether the wanted tiles of all rows follow each other without a gap."""
     several = False
     for size, intervals in rows:
         if len(intervals) != 1 or (several and tuple(intervals[0]) != (0, size)):
@@ -158,7 +170,7 @@ def _words(counter: Tensor, key: Key, *, many: bool) -> Words:
 
 def _store(out: Tensor, done: int, numbers: Numbers) -> int:
     """Put the numbers of a chunk into *out*, of tiles by lanes by elements; return how many tiles are done then."""
-    end = done + numbers[0].numel() // out.shape[2]
+    end = done + len(numbers[0])
     for lane, values in enumerate(numbers):
-        out[done:end, lane] = values.view(end - done, -1)
+        out[done:end, lane] = values
     return end
