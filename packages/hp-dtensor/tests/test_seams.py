@@ -63,6 +63,16 @@ def test_the_owners_of_memory_are_counted() -> None:
         assert seam.storage_owners(torch.ones(2).view(1, 2).clone()) == 2
 
 
+def test_writes_are_counted() -> None:
+    """Each write in place counts, through a view as well; reading does not."""
+    tensor = torch.zeros(3)
+    before = seam.writes_to(tensor)
+    assert seam.writes_to(tensor + 1) == 0
+    tensor.add_(1)
+    tensor[:2].mul_(2)
+    assert seam.writes_to(tensor) == before + 2
+
+
 def test_a_generator_remembers_any_seed_without_drawing_otherwise() -> None:
     """The state of a CPU generator begins with its seed, which survives saving, and which nothing drawn depends on."""
     generator = torch.Generator().manual_seed(5)

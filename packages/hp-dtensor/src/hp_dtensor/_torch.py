@@ -90,6 +90,7 @@ __all__ = [
     "update_metadata",
     "with_lazy_views",
     "write_seed_field",
+    "writes_to",
 ]
 
 # The fast constructor of torch's own class: 0.9 us less a wrap than `_make_wrapper_subclass`, and the only one that
@@ -259,6 +260,11 @@ def functional_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
     return cast("OpOverloadPacket", getattr(_functional, name, packet))
 
 
+def writes_to(tensor: Tensor) -> int:
+    """How often *tensor* was written to in place, as autograd counts it; an inference tensor has no such count."""
+    return tensor._version
+
+
 def support_foreach(kind: type) -> None:
     """Let optimizers and clipping take lists of *kind* by default, as torch does for its own class.
 
@@ -306,7 +312,7 @@ def scatter_uneven_strided_shards() -> None:
         return (*shape[:dim], size, *shape[dim + 1 :])
 
     if not hasattr(even, "__wrapped__"):
-        StridedShard._shard_tensor = shard_tensor
+        StridedShard._shard_tensor = shard_tensor  # type: ignore[method-assign]  # see above
 
 
 def group_of(args: Sequence[object]) -> ProcessGroup | None:

@@ -36,6 +36,7 @@ from hp_dtensor._torch import (
     schema_of,
     with_lazy_views,
 )
+from hp_dtensor.belongings import agreed, belongs, note_agreement
 from hp_dtensor.calls import flat, signature, with_tensors, written_tensors
 from hp_dtensor.choice import (
     as_computed,
@@ -214,7 +215,7 @@ _BY_TYPE = frozenset({bool, int, float, complex})
 class _Arguments:
     """The arguments of one call, walked once: the key of the call, its tensors and their specs."""
 
-    __slots__ = ("cacheable", "key", "made_by_torch", "mesh", "plain", "specs", "tensors")
+    __slots__ = ("cacheable", "key", "mesh", "plain", "specs", "tensors", "trusted")
 
     def __init__(
         self, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
@@ -232,30 +233,28 @@ class _Arguments:
             parts.append(name)
             self._take(value, parts, by_value)
         if self.plain:
-            # What torch made on its way counts as replicated, so that the same call with another's tensor is another key.
+            # What is trusted counts as replicated, so that the same call with another's tensor is another key.
             value = None  # or this name would count as somebody who holds the last argument
-            parts.append(self._made_by_torch(args, kwargs))
+            parts.append(self._trusted(args, kwargs))
         self.key = tuple(parts)
 
-    def _made_by_torch(
-        self, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[bool, ...]:
-        """For each tensor argument whether it is a plain tensor that torch alone holds."""
+    def _trusted(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[bool, ...]:
+        """For each tensor argument whether it is a plain tensor that ranks should agree about."""
         found: list[bool] = []
         for values in (args, kwargs.values()):
             for position, value in enumerate(values):
                 if isinstance(value, torch.Tensor):
-                    found.append(_made_by_torch(value, values, position))
+                    found.append(_trusted(value, values, position))
                 elif type(value) in (list, tuple):
                     inner = cast("Sequence[object]", value)
                     found += [
-                        _made_by_torch(item, inner, at)
+                        _trusted(item, inner, at)
                         for at, item in enumerate(inner)
                         if isinstance(item, torch.Tensor)
                     ]
                 del value
-        self.made_by_torch = tuple(found)
-        return self.made_by_torch
+        self.trusted = tuple(found)
+        return self.trusted
 
     def _take(self, value: object, parts: list[object], by_value: bool) -> None:
         kind = type(value)
@@ -288,38 +287,41 @@ def _unsafe(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _made_by_torch(value: Tensor, values: Iterable[object], position: int) -> bool:
-    """Whether the plain *value*, at *position* of *values*, is a temporary of torch's own: a constant, a window, zeros."""
+def _trusted(value: Tensor, values: Iterable[object], position: int) -> bool:
+    """Whether ranks should agree about the plain *value*, at *position* of *values*.
+
+    It is a temporary of torch's own (a constant, a window, zeros), or a distributed module holds it.
+    """
     if is_traced(value) or not _unsafe(value) or value.requires_grad:
         return False
-    return alone(values, position, others=_HOLDERS) and owns_memory(value)
+    return (alone(values, position, others=_HOLDERS) and owns_memory(value)) or belongs(value)
 
 
-def _check_temporaries(op: OpOverload, found: _Arguments) -> None:
-    """Compare over the ranks what torch made on its way, before it counts as replicated.
+def _check_trusted(op: OpOverload, found: _Arguments) -> None:
+    """Compare over the ranks what they should agree about, before it counts as replicated.
 
     A constant is the same everywhere. What torch computed from a plain tensor of the program's (a copy that it reshaped, a
-    gradient) looks the same from here, and need not be.
+    gradient) looks the same from here, and need not be; and a module may have been given another tensor on each rank.
 
     Raises:
         MixedTensorError: on every rank of the mesh.
     """
     mesh = found.mesh
-    for position, (tensor, trusted) in enumerate(
-        zip(found.tensors, found.made_by_torch, strict=True)
-    ):
-        if not trusted or mesh is None:
+    for position, (tensor, trusted) in enumerate(zip(found.tensors, found.trusted, strict=True)):
+        if not trusted or mesh is None or agreed(tensor, mesh):
             continue
         refuse_communication(op, f"tensor argument {position} is plain, its ranks are compared")
         odd = differing(tensor, mesh, (REPLICATE,) * mesh.ndim)
         if odd is not None:
             msg = (
                 f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} of shape {tuple(tensor.shape)}, made "
-                f"on the way from plain tensors, differs between the ranks at mesh coordinates {odd[1]} and {odd[2]}, and "
-                "nothing says how it is laid out. Distribute what it was made from (distribute_tensor, DTensor.from_local), "
-                "or leave distributed tensors first with to_local()"
+                f"on the way from plain tensors or held by a distributed module, differs between the ranks at mesh "
+                f"coordinates {odd[1]} and {odd[2]}, and nothing says how it is laid out. Distribute it, or what it was made "
+                "from (distribute_tensor, DTensor.from_local), or leave distributed tensors first with to_local()"
             )
             raise MixedTensorError(msg)
+        if belongs(tensor):
+            note_agreement(tensor, mesh)
 
 
 _HOLDERS = 4
@@ -329,10 +331,11 @@ _HOLDERS = 4
 def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | None:
     """The tensor arguments with plain numbers for those of one element that live on another mesh; None if there are none.
 
-    Norms and losses of tensors on several meshes are put together so. The largest mesh is that of the result.
+    Norms and losses of tensors on several meshes are put together so. The mesh of the result is that of the tensors of more
+    elements, and of numbers alone the largest.
     """
     known = [spec for spec in found.specs if spec is not None]
-    first = max((spec.mesh for spec in known), key=lambda mesh: mesh.size())
+    first = max(known, key=lambda spec: (math.prod(spec.shape) != 1, spec.mesh.size())).mesh
     if all(spec.mesh is first or spec.mesh == first for spec in known):
         return None
     if any(spec.mesh != first and math.prod(spec.shape) != 1 for spec in known):
@@ -351,7 +354,7 @@ def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
     specs: list[Spec] = []
     for position, (tensor, own) in enumerate(zip(found.tensors, found.specs, strict=True)):
         if own is None:
-            trusted = not _unsafe(tensor) or found.made_by_torch[position]
+            trusted = not _unsafe(tensor) or found.trusted[position]
             if not trusted and not _implicit_replication.get():
                 msg = (
                     f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} is a plain tensor of shape "
@@ -653,7 +656,7 @@ def dispatch_by_rule(
     found = _Arguments(op, args, kwargs)
     vouched = _implicit_replication.get()
     if found.plain and not vouched:
-        _check_temporaries(op, found)
+        _check_trusted(op, found)
     key = (found.key, found.plain and vouched)
     if found.cacheable:
         try:

@@ -21,6 +21,7 @@ from torch import nn
 
 from hp_dtensor import shards
 from hp_dtensor._torch import TorchDTensor, new_dtensor
+from hp_dtensor.belongings import adopt
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import LayoutError
 from hp_dtensor.layout import PlacementsLike, resolve
@@ -217,6 +218,9 @@ def distribute_module(
 ) -> nn.Module:
     """Lay out the parameters and buffers of *module*, in place, and convert what goes in and comes out.
 
+    A plain tensor that is set as an attribute or buffer afterwards may meet distributed tensors too: it counts as
+    replicated once the ranks were seen to agree about it.
+
     Args:
         module: its parameters are replaced; tied ones stay tied, and attributes set on them are kept.
         device_mesh: the devices; the current mesh when None.
@@ -251,6 +255,7 @@ def distribute_module(
         module.register_forward_pre_hook(before)
     if after is not None:
         module.register_forward_hook(lambda hooked, _inputs, outputs: after(hooked, outputs))
+    adopt(module)
     module._distribute_module_applied = True  # type: ignore[assignment]  # a mark on a module that is not ours
     return module
 
