@@ -94,10 +94,27 @@ def test_gradients_cross_the_border_both_ways() -> None:
     weight = torch.randn(4, 3)
     for placement in (R, Shard(0), Shard(1)):
         leaf = distribute_tensor(whole, mesh, [placement]).requires_grad_()
-        inside = DTensor.from_local(leaf.to_local(), mesh, [placement], shape=whole.shape)
+        local = leaf.to_local(grad_placements=[placement])
+        inside = DTensor.from_local(local, mesh, [placement], shape=whole.shape)
         (inside * distribute_tensor(weight, mesh, [placement])).sum().backward()
         assert isinstance(leaf.grad, DTensor)
         _close(leaf.grad, weight)
+
+
+@spmd(world_size=2)
+def test_a_replicated_leaf_whose_gradients_nobody_adds_up_warns() -> None:
+    """Only when a gradient comes back, only for replicas, and not when it was said how gradients fit together."""
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = distribute_tensor(torch.ones(4), mesh, [R]).requires_grad_()
+    with pytest.warns(UserWarning, match=r"grad_placements=\[Partial\(\)\]"):
+        leaf.to_local().sum().backward()
+    leaf.to_local()
+    leaf.to_local(grad_placements=[R]).sum().backward()
+    (leaf * 2).to_local().sum().backward()
+    cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    cut.to_local().sum().backward()
+    alone = distribute_tensor(torch.ones(4), mesh, [R]).detach()
+    alone.to_local().sum()
 
 
 @spmd(world_size=2)

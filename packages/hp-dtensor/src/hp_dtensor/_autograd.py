@@ -9,6 +9,7 @@ The class of the results is an argument: the tensor class is built on top of thi
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -118,6 +119,8 @@ class _ToLocal(torch.autograd.Function):
         if replicas.watching():
             name = f"the gradient of {ctx.name}"  # type: ignore[attr-defined]  # set in forward
             replicas.compare(grad, source.mesh, held, "backward of to_local()", name)
+        elif ctx.leaf and ctx.grad_placements is None:  # type: ignore[attr-defined]  # set in forward
+            _warn_of_lost_sums(source)
         out = from_local(ctx.cls, grad, source.mesh, held, source.shape, source.stride, None)  # type: ignore[attr-defined]  # set in forward
         # What a leaf keeps is laid out like it. Elsewhere addends stay addends: a move that came before this one scatters
         # their sum, and combining them here would send every element twice.
@@ -125,6 +128,19 @@ class _ToLocal(torch.autograd.Function):
         if held != wanted and ctx.leaf and not (settle and settle.held):  # type: ignore[attr-defined]  # set in forward
             out = redistribute(ctx.cls, out, source.mesh, wanted)  # type: ignore[attr-defined]  # set in forward
         return out, None, None
+
+
+def _warn_of_lost_sums(leaf: Spec) -> None:
+    """Warn if the gradients of a leaf's replicas are added up by nobody, and nobody said that they are equal."""
+    pairs = zip(leaf.mesh.shape, leaf.placements, strict=True)
+    if any(size > 1 and placement.is_replicate() for size, placement in pairs):
+        warnings.warn(
+            f"to_local() took a replicated leaf of shape {tuple(leaf.shape)}, laid out as {leaf.placements}, into plain code, and "
+            "the gradient that comes back counts as the same on every rank. If ranks used it for different data (their own "
+            "tokens), pass grad_placements=[Partial()] for that axis, or their gradients are never added up; if all computed "
+            "the same, pass grad_placements=[Replicate()] to say so. hp_dtensor.check_replicas() finds which it is",
+            stacklevel=2,
+        )
 
 
 class _FromLocal(torch.autograd.Function):

@@ -300,7 +300,7 @@ class DTensor(TorchDTensor):
         Args:
             grad_placements: how the gradients that the ranks will bring back fit together. By default like the tensor
                 itself (Replicate for a Partial one): say ``Partial()`` on an axis where each rank uses its replica for
-                other data, or the replicas' gradients are never added up.
+                other data, or the replicas' gradients are never added up. A backward that comes to a replicated leaf by a call that said nothing warns.
         """
         grad = (
             None
