@@ -199,3 +199,23 @@ def test_ranks_agree_on_a_tensor_or_all_say_how_not() -> None:
         check_tensor_meta(torch.ones(2 + rank), check_shape_stride=True)
     with pytest.raises(LayoutError, match="Inconsistent tensor metadata"):
         check_tensor_meta(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]))
+
+
+@spmd(world_size=2)
+def test_inside_a_transform_constants_are_distributed_and_values_are_refused() -> None:
+    """torch.func.grad may distribute what it does not differentiate; a value of its own is one error on every rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).view(3, 2)
+
+    weight = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
+
+    def weighted(weight: torch.Tensor) -> torch.Tensor:
+        return (distribute_tensor(whole, mesh, [Shard(0)]) * weight).sum()
+
+    grad = torch.func.grad(weighted)(weight)
+    assert isinstance(grad, DTensor)
+    torch.testing.assert_close(grad.full_tensor(), whole)
+    with pytest.raises(LayoutError, match=r"torch\.func transform.*from_local"):
+        torch.func.grad(lambda x: distribute_tensor(x, mesh, [Shard(0)]).sum().full_tensor())(
+            whole
+        )

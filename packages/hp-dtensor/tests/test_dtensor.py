@@ -572,3 +572,15 @@ def test_wrong_placements_are_named() -> None:
         with pytest.raises(LayoutError, match=words):
             distribute_tensor(x, mesh, bad)
     assert distribute_tensor(x, mesh, [Shard(-1)]).placements == (Shard(1),)
+
+
+@spmd(world_size=2)
+def test_a_number_is_formatted_as_one() -> None:
+    """A 0-d tensor takes the format of its number, addends and gradients included; others only the empty format."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.tensor([1.25, 2.5]), mesh, [Shard(0)]).requires_grad_()
+    assert f"{x.sum():.2f} {(x.sum() * 2):6.1f}" == "3.75    7.5"
+    assert f"{(x > 2).sum():03d}" == "001"
+    assert f"{x}" == str(x)
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{x:.2f}"

@@ -63,6 +63,21 @@ def test_the_owners_of_memory_are_counted() -> None:
         assert seam.storage_owners(torch.ones(2).view(1, 2).clone()) == 2
 
 
+def test_transforms_are_seen_and_left() -> None:
+    """A value of a transform is known as such, and what is made outside of transforms has memory."""
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        assert seam.is_transformed(x)
+        with seam.outside_transforms():
+            made = torch.ones(2)
+        assert not seam.is_transformed(made)
+        assert made.data_ptr()
+        return (x * x * made).sum()
+
+    torch.testing.assert_close(torch.func.grad(square)(torch.tensor(3.0)), torch.tensor(12.0))
+    assert not seam.is_transformed(torch.ones(2))
+
+
 def test_writes_are_counted() -> None:
     """Each write in place counts, through a view as well; reading does not."""
     tensor = torch.zeros(3)

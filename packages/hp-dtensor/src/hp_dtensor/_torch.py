@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, cast
 
@@ -63,6 +63,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "TorchDTensor",
+    "above_autograd",
     "base_of",
     "decompose",
     "decomposition_of",
@@ -76,10 +77,13 @@ __all__ = [
     "group_of",
     "hint",
     "is_traced",
+    "is_transformed",
+    "kept_for_replays",
     "local_scalar",
     "mark_parameter",
     "mask_of",
     "new_dtensor",
+    "outside_transforms",
     "read_seed_field",
     "scatter_uneven_strided_shards",
     "schema_of",
@@ -260,6 +264,16 @@ def functional_packet(packet: OpOverloadPacket) -> OpOverloadPacket:
     return cast("OpOverloadPacket", getattr(_functional, name, packet))
 
 
+def outside_transforms() -> AbstractContextManager[None]:
+    """Run as if no transform of ``torch.func`` were at work: what it makes of a buffer has no memory to send."""
+    return cast("AbstractContextManager[None]", torch._C._DisableFuncTorch())
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether *tensor* is a value of a transform of ``torch.func`` that is at work."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def writes_to(tensor: Tensor) -> int:
     """How often *tensor* was written to in place, as autograd counts it; an inference tensor has no such count."""
     return tensor._version
@@ -355,6 +369,25 @@ def is_traced(tensor: Tensor) -> bool:
     )
 
 
+@contextmanager
+def kept_for_replays() -> Iterator[None]:
+    """Inside, what is recorded from a checkpointed region counts as made before it, and is saved rather than made again.
+
+    When torch parts a graph into forward and backward, it reads from each node which region that is of, and saves what
+    passes from an earlier region to a later one. Nodes get the number from here; it has no public name.
+    """
+    meta = torch.fx.traceback.get_current_meta()
+    region = meta.get("ac_graph_id")
+    if region is None:
+        yield
+        return
+    meta["ac_graph_id"] = -1
+    try:
+        yield
+    finally:
+        meta["ac_graph_id"] = region
+
+
 # The state of a CPU generator begins with the seed that `initial_seed` reports. Nothing that is drawn depends on it, and
 # the layout of the state is written down nowhere.
 _SEED_BYTES = 8
@@ -377,10 +410,50 @@ def write_seed_field(generator: torch.Generator, value: int) -> None:
 _library = torch.library.Library("hp_dtensor", "FRAGMENT")
 
 
+def above_autograd(
+    namespace: str, name: str
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Let the decorated function answer an operator for distributed tensors, before autograd sees it.
+
+    It gets the operator, then the arguments of the call. An operator that this torch lacks is never called. The dispatch key
+    is one that tensor subclasses alone carry, so that plain tensors do not pay; all other subclasses go on as before.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    library = torch.library.Library(namespace, "IMPL")
+    _libraries.append(library)
+    packet, _, overload = name.partition(".")
+
+    def register(function: Callable[..., object]) -> Callable[..., object]:
+        def kernel(*args: object, **kwargs: object) -> object:
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            if any(isinstance(value, TorchDTensor) for value in (*args, *kwargs.values())):
+                return function(op, *args, **kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return op(*args, **kwargs)
+
+        library.impl(name, kernel, "PythonTLSSnapshot")
+        return function
+
+    return register
+
+
+_libraries: list[torch.library.Library] = []
+"""What is registered with torch holds as long as these live."""
+
+
 def define_operator(
-    name: str, schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]
+    name: str,
+    schema: str,
+    run: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    *,
+    seeded: bool = True,
 ) -> None:
-    """Make ``torch.ops.hp_dtensor.<name>``, an operator that draws; torch's public function gives it no kernel without tensors."""
-    _library.define(name + schema, tags=(torch.Tag.nondeterministic_seeded,))
+    """Make ``torch.ops.hp_dtensor.<name>``; torch's public function gives it no kernel without tensors.
+
+    One that is *seeded* takes from a generator.
+    """
+    tags = (torch.Tag.nondeterministic_seeded,) if seeded else ()
+    _library.define(name + schema, tags=tags)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hp_dtensor::{name}", fake, lib=_library)

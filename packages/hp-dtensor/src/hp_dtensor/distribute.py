@@ -20,7 +20,7 @@ from hp_mesh.collectives import broadcast
 from torch import nn
 
 from hp_dtensor import shards
-from hp_dtensor._torch import TorchDTensor, new_dtensor
+from hp_dtensor._torch import TorchDTensor, is_transformed, new_dtensor, outside_transforms
 from hp_dtensor.belongings import adopt
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.errors import LayoutError
@@ -146,6 +146,20 @@ def distribute_tensor(
         )
         raise RuntimeError(msg)
     resolved = resolve(placements, mesh, tensor.ndim)
+    if is_transformed(tensor):
+        msg = (
+            f"distribute_tensor got a value of a torch.func transform, of shape {tuple(tensor.shape)}, which has no memory to "
+            "send: distribute the inputs before the transform, or use DTensor.from_local inside of it"
+        )
+        raise LayoutError(msg)
+    with outside_transforms():
+        return _laid_out(tensor, mesh, resolved, src_data_rank)
+
+
+def _laid_out(
+    tensor: Tensor, mesh: DeviceMesh, resolved: Placements, src_data_rank: int | None
+) -> DTensor:
+    """The plain *tensor* laid out as *resolved*."""
     whole = tensor.detach()
     if whole.device.type not in (mesh.device_type, "meta"):
         whole = whole.to(mesh.device_type)
@@ -171,8 +185,7 @@ def distribute_tensor(
     stride = tuple(tensor.stride()) if tensor.is_contiguous() else contiguous_stride(shape)
     spec = make_spec(mesh, resolved, shape, stride, tensor.dtype)
     out = cast("DTensor", new_dtensor(DTensor, local, spec, False))
-    out.requires_grad_(tensor.requires_grad)
-    return out
+    return out.requires_grad_() if tensor.requires_grad else out
 
 
 def spmd_distribute_tensor(

@@ -396,6 +396,12 @@ class DTensor(TorchDTensor):
     def _settle_gradients(self) -> None:
         self.__dict__[_autograd.SETTLED] = Settle(DTensor, self, self._own)
 
+    def __format__(self, format_spec: str) -> str:
+        """A 0-d tensor as its number, as a plain one is formatted; every rank must take part where it is not replicated."""
+        if self.ndim == 0 and not self.is_meta:
+            return format(self.detach().item(), format_spec)
+        return object.__format__(self, format_spec)
+
     def tolist(self) -> Any:  # noqa: ANN401  # nested lists as deep as the tensor
         """The whole tensor as nested lists, on every rank."""
         return self.full_tensor().tolist()
