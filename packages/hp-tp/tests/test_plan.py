@@ -389,3 +389,38 @@ def test_ties_survive_meta_init() -> None:
     model.out(model.emb(ids)).square().sum().backward()
     (table[ids] @ table.t()).square().sum().backward()
     torch.testing.assert_close(model.emb.weight.grad.full_tensor(), table.grad)
+
+
+class Rotated(nn.Module):
+    """A projection whose result is scaled by a table that it keeps, as rotary embeddings are."""
+
+    def __init__(self, *, as_buffer: bool) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 6)
+        table = torch.linspace(-1, 1, 6)
+        if as_buffer:
+            self.register_buffer("table", table)
+        else:
+            self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x) * self.table
+
+
+@pytest.mark.parametrize("as_buffer", [True, False])
+@spmd(world_size=2)
+def test_plain_tables_of_a_model_meet_distributed_activations(as_buffer: bool) -> None:
+    """A buffer or attribute that the plan does not mention counts as replicated; value and gradient are one device's."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    alone = Rotated(as_buffer=as_buffer)
+    model = parallelize_module(
+        copy.deepcopy(alone), mesh, {"proj": ColwiseParallel(use_local_output=False)}
+    )
+    x = torch.randn(3, 4)
+    out = model(x)
+    assert isinstance(out, DTensor)
+    torch.testing.assert_close(out.full_tensor(), alone(x))
+    out.sum().backward()
+    alone(x).sum().backward()
+    torch.testing.assert_close(model.proj.weight.grad.full_tensor(), alone.proj.weight.grad)

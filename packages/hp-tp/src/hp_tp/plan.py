@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, TypeAlias, Union
 
+from hp_dtensor.belongings import adopt
 from hp_mesh import DeviceMesh, get_current_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
@@ -65,6 +66,9 @@ def parallelize_module(
     uncovered: Unmatched = "ignore",
 ) -> nn.Module:
     """Lay *module* out over a mesh axis, in place, as a plan says; return it.
+
+    Plain buffers and attributes of the model may meet distributed activations: they count as replicated once the ranks
+    were seen to agree about them.
 
     Args:
         module: the model, or a part of it. Its submodules keep their names, and tied parameters stay tied.
@@ -116,6 +120,7 @@ def parallelize_module(
         new = _apply(root, match, mesh, src_data_rank)
         if new is not match.module:
             root = _exchange(root, match.path, new)
+    adopt(root)
     return root
 
 
