@@ -5,6 +5,7 @@ tensor it counts as replicated, once the ranks were seen to agree about its valu
 
 The rule: buffers and attributes, of a module that was distributed as a whole and of all below it, when they are met; so
 one that is set afterwards belongs as well. Parameters do not: what they need is a layout, and a gradient that has it.
+Inside ``torch.compile`` nothing does, because there stand-ins are seen instead of tensors: lay such a tensor out yourself.
 
 The design not taken: to make them distributed tensors when they are set. That takes another ``__setattr__`` for other
 people's classes, and turns what they do with plain tensors into something else.
