@@ -339,6 +339,53 @@ def test_a_compiled_graph_draws_what_eager_mode_draws() -> None:
             assert not torch.equal(results[0][0], results[0][1])
 
 
+@spmd(world_size=2, timeout=120)
+def test_a_checkpoint_inside_a_graph_draws_again_what_was_drawn() -> None:
+    """A region that a whole graph recomputes has the masks and gradients of eager mode, and each run draws anew."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        dropped = F.dropout(F.dropout(x.sin(), 0.3), 0.5)
+        picked = torch.multinomial(x.detach().abs() + 0.1, 2).to(x.dtype).sum()
+        return dropped.cos() * torch.rand_like(x) * picked
+
+    def net(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(region, checkpoint(region, x, use_reentrant=False), use_reentrant=False)
+
+    policies: tuple[Policy, ...] = ("layout_free", "host", "device")
+    for policy in policies:
+        with random_policy(policy):
+            torch.compiler.reset()
+            compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+            x = distribute_tensor(_model(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+            results = []
+            for function in (net, compiled):
+                manual_seed(3)
+                outs = [function(x) for _ in range(2)]
+                (outs[0] + 2 * outs[1]).sum().backward()
+                results.append([_whole(value) for value in (*outs, x.grad, torch.rand_like(x))])
+                x.grad = None
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), policy
+            assert not torch.equal(results[0][0], results[0][1])
+
+
+@spmd(world_size=2)
+def test_caches_of_graphs_know_the_rank_and_the_policy() -> None:
+    """Ranks that share a folder of compiled graphs, and programs of other policies, do not find each other's."""
+    mesh = init_device_mesh("cpu", (2,))
+    laid = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+    policies: tuple[Policy, ...] = ("layout_free", "host", "device")
+    names = []
+    for policy in policies:
+        with random_policy(policy):
+            name = laid._stable_hash_for_caching()
+            assert name == (laid + 1)._stable_hash_for_caching()
+            names.append(int(name[:15], 16))
+    everyone = torch.empty(6, dtype=torch.int64)
+    torch.distributed.all_gather_into_tensor(everyone, torch.tensor(names))
+    assert len(everyone.unique()) == 6
+
+
 @spmd(world_size=2)
 def test_attention_with_dropout_has_the_gradients_of_its_mask() -> None:
     """A kernel that would draw inside is made of operators: one result for each layout, and the gradients that autograd finds."""

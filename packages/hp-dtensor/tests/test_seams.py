@@ -119,9 +119,31 @@ def test_operators_that_draw_are_recorded_as_such() -> None:
     op = torch.ops.hp_dtensor.draw_key.default
     assert torch.Tag.nondeterministic_seeded in op.tags
     key = op([0], [], torch.device("cpu"), 0)
-    assert key.shape == (2,)
+    assert key.shape == (1, 2)
     assert int(key.min()) >= 0
     assert int(key.max()) < 1 << 32
+    drawn = torch.ops.hp_dtensor.draw_stream.default
+    assert torch.Tag.nondeterministic_seeded not in drawn.tags
+
+
+def test_a_node_of_a_checkpointed_region_can_count_as_made_before_it() -> None:
+    """The region that torch notes on new nodes is another inside, and what it was afterwards; elsewhere there is none."""
+    meta = torch.fx.traceback.get_current_meta()
+    with seam.kept_for_replays():
+        assert "ac_graph_id" not in meta
+    with torch.fx.traceback.preserve_node_meta():
+        meta = torch.fx.traceback.get_current_meta()
+        meta["ac_graph_id"] = 3
+
+        def record(x: torch.Tensor) -> torch.Tensor:
+            with seam.kept_for_replays():
+                y = x * 2
+            return y + 1
+
+        graph = torch.fx.experimental.proxy_tensor.make_fx(record)(torch.zeros(1)).graph
+        assert meta.pop("ac_graph_id") == 3
+    regions = [node.meta["ac_graph_id"] for node in graph.nodes if node.op == "call_function"]
+    assert regions == [-1, 3]
 
 
 @spmd(world_size=2)

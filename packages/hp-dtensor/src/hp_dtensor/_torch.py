@@ -415,8 +415,8 @@ def above_autograd(
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Let the decorated function answer an operator for distributed tensors, before autograd sees it.
 
-    It gets the operator, then the arguments of the call. An operator that this torch lacks is never called. The dispatch key
-    is one that tensor subclasses alone carry, so that plain tensors do not pay; all other subclasses go on as before.
+    It gets the operator as it would have run, then the arguments of the call. One that this torch lacks is never called. The
+    dispatch key is one that tensor subclasses alone carry, so that plain tensors do not pay; other subclasses go on as before.
     """
     key = torch._C.DispatchKey.PythonTLSSnapshot
     library = torch.library.Library(namespace, "IMPL")
@@ -426,10 +426,14 @@ def above_autograd(
     def register(function: Callable[..., object]) -> Callable[..., object]:
         def kernel(*args: object, **kwargs: object) -> object:
             op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+            def below(*args: object, **kwargs: object) -> object:
+                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                    return op(*args, **kwargs)
+
             if any(isinstance(value, TorchDTensor) for value in (*args, *kwargs.values())):
-                return function(op, *args, **kwargs)
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-                return op(*args, **kwargs)
+                return function(below, *args, **kwargs)
+            return below(*args, **kwargs)
 
         library.impl(name, kernel, "PythonTLSSnapshot")
         return function

@@ -10,6 +10,7 @@ An independent class with adapters was measured too; it needed conversions at ea
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -36,6 +37,7 @@ from hp_dtensor.gradients import Settle
 from hp_dtensor.hits import dispatcher
 from hp_dtensor.layout import Layout, PlacementsLike, folding, resolve
 from hp_dtensor.placements import REPLICATE, Partial, Placement, RaggedShard
+from hp_dtensor.random import policy_of
 from hp_dtensor.replicas import watching
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
@@ -108,6 +110,16 @@ class DTensor(TorchDTensor):
             spec.shard_order,
             self.requires_grad,
         )
+
+    def _stable_hash_for_caching(self) -> str:
+        """By what torch finds a compiled graph for this tensor in its caches, which ranks of one machine share.
+
+        A graph holds the indices of this rank's piece and draws by the policy that was in force, so both count.
+        """
+        spec = self._own
+        known = super()._stable_hash_for_caching()
+        told = (known, spec.coordinate, policy_of(spec.mesh.device_type))
+        return hashlib.blake2b(repr(told).encode(), digest_size=16).hexdigest()
 
     @staticmethod
     def __tensor_unflatten__(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Generator, Tensor
 
-from hp_dtensor._torch import define_operator, group_by_name, is_traced
+from hp_dtensor._torch import define_operator, group_by_name, is_traced, kept_for_replays
 from hp_dtensor.random._distributions import Draw
 from hp_dtensor.random._grid import Box, Key, counted
 from hp_dtensor.random._policy import Policy
@@ -104,17 +104,7 @@ def fill(
     if policy == "layout_free":
         made = _numbers(local, piece, draw, peers, generator)
     elif is_traced(local):
-        made = torch.ops.hp_dtensor.draw_piece(
-            json.dumps([draw.name, draw.params]),
-            policy,
-            *_reach(peers),
-            piece.shape,
-            piece.stride,
-            _flat(piece.box),
-            piece.number,
-            local.dtype,
-            local.device,
-        )
+        made = _recorded(local, piece, draw, policy, peers)
     else:
         made = _native(piece, draw, policy, peers, generator, local.dtype, local.device)
     local.copy_(made)
@@ -147,10 +137,39 @@ def _numbers(
 def _key(like: Tensor, peers: Peers, generator: Generator | None) -> Key:
     """The key of a draw as two words: numbers in eager mode, tensors in a graph."""
     if is_traced(like) and generator is None:
-        words = torch.ops.hp_dtensor.draw_key(*_reach(peers)).to(like.device)
+        words = _recorded_key(peers).to(like.device)
         return words[0], words[1]
-    made = key(peers, generator)
-    return made & _MASK, made >> 32
+    number = key(peers, generator)
+    return number & _MASK, number >> 32
+
+
+def _recorded_key(peers: Peers) -> Tensor:
+    """The key of a draw in a graph: two words."""
+    with kept_for_replays():
+        made = torch.ops.hp_dtensor.draw_key(*_reach(peers))
+    return cast("Tensor", made)[0]
+
+
+def _recorded(local: Tensor, piece: Piece, draw: Draw, policy: Policy, peers: Peers) -> Tensor:
+    """What torch's own kernels draw, in a graph."""
+    name = json.dumps([draw.name, draw.params])
+    if policy == "device":
+        words = _recorded_key(peers)
+        made = torch.ops.hp_dtensor.draw_stream(
+            words, name, list(local.shape), piece.number, local.dtype, local.device
+        )
+        return cast("Tensor", made)
+    with kept_for_replays():
+        made = torch.ops.hp_dtensor.draw_piece(
+            name,
+            *_reach(peers),
+            piece.shape,
+            piece.stride,
+            _flat(piece.box),
+            local.dtype,
+            local.device,
+        )
+    return cast("Tensor", made)[0]
 
 
 def _native(
@@ -168,10 +187,20 @@ def _native(
         whole = torch.empty_strided(piece.shape, piece.stride, dtype=dtype, device=lent.device)
         draw.draw(whole, lent)
         return cut(whole, piece.box).to(device)
-    stream = Generator(device).manual_seed(
-        mixed(key(peers, generator) + piece.number) & (2**63 - 1)
-    )
     sizes = [sum(b - a for a, b in intervals) for intervals in piece.box]
+    return _streamed(key(peers, generator), draw, sizes, piece.number, dtype, device)
+
+
+def _streamed(
+    number: int,
+    draw: Draw,
+    sizes: Sequence[int],
+    piece: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A *draw* of the key *number* from the stream of a *piece*."""
+    stream = Generator(device).manual_seed(mixed(number + piece) & (2**63 - 1))
     made = torch.empty(sizes, dtype=dtype, device=device)
     draw.draw(made, stream)
     return made
@@ -243,12 +272,11 @@ def sample(
         generator: what the randomness comes from.
     """
     if is_traced(inputs[0]) and generator is None:
-        return cast(
-            "Tensor",
-            torch.ops.hp_dtensor.draw_sample(
+        with kept_for_replays():
+            made = torch.ops.hp_dtensor.draw_sample(
                 name, list(inputs), json.dumps(list(args)), policy, *_reach(peers)
-            ),
-        )
+            )
+        return cast("Tensor", made)[0]
     stream = _stream(policy, peers, generator, inputs[0].device)
     return _sampler(name)(*inputs, *args, generator=stream)
 
@@ -309,22 +337,49 @@ def _boxed(numbers: Sequence[int]) -> Box:
     return tuple(tuple((next(source), next(source)) for _ in range(count)) for count in source)
 
 
+# What takes from the generator returns its result as the one row of a tensor. Reading the row is a node of the region that
+# the draw is in, and what passes from the draw to it is saved for a replay; the row itself might not pass on at all.
+
+
 def _draw_key(
     ranks: Sequence[int], groups: Sequence[str], device: torch.device, _site: int
 ) -> Tensor:
     made = key(_peers(ranks, groups, device), None)
-    return torch.tensor([made & _MASK, made >> 32])
+    return torch.tensor([[made & _MASK, made >> 32]])
 
 
 def _fake_key(
     _ranks: Sequence[int], _groups: Sequence[str], _device: torch.device, _site: int
 ) -> Tensor:
-    return torch.empty(2, dtype=torch.int64)
+    return torch.empty(1, 2, dtype=torch.int64)
+
+
+def _draw_stream(
+    words: Tensor,
+    draw: str,
+    sizes: Sequence[int],
+    number: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    low, high = words.tolist()
+    name, params = json.loads(draw)
+    return _streamed(high << 32 | low, Draw(name, tuple(params)), sizes, number, dtype, device)
+
+
+def _fake_stream(
+    _words: Tensor,
+    _draw: str,
+    sizes: Sequence[int],
+    _number: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(sizes, dtype=dtype, device=device)
 
 
 def _draw_piece(
     draw: str,
-    policy: str,
     ranks: Sequence[int],
     groups: Sequence[str],
     mesh_device: torch.device,
@@ -332,20 +387,18 @@ def _draw_piece(
     shape: Sequence[int],
     stride: Sequence[int],
     box: Sequence[int],
-    number: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     name, params = json.loads(draw)
-    piece = Piece(tuple(shape), tuple(stride), _boxed(box), number)
+    piece = Piece(tuple(shape), tuple(stride), _boxed(box), 0)
     peers = _peers(ranks, groups, mesh_device)
-    made = _native(piece, Draw(name, tuple(params)), policy, peers, None, dtype, device)
-    return made.contiguous()
+    made = _native(piece, Draw(name, tuple(params)), "host", peers, None, dtype, device)
+    return made.contiguous().unsqueeze(0)
 
 
 def _fake_piece(
     _draw: str,
-    _policy: str,
     _ranks: Sequence[int],
     _groups: Sequence[str],
     _mesh_device: torch.device,
@@ -353,12 +406,11 @@ def _fake_piece(
     _shape: Sequence[int],
     _stride: Sequence[int],
     box: Sequence[int],
-    _number: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     sizes = [sum(b - a for a, b in intervals) for intervals in _boxed(box)]
-    return torch.empty(sizes, dtype=dtype, device=device)
+    return torch.empty([1, *sizes], dtype=dtype, device=device)
 
 
 def _draw_sample(
@@ -372,7 +424,7 @@ def _draw_sample(
     _site: int,
 ) -> Tensor:
     stream = _stream(policy, _peers(ranks, groups, mesh_device), None, inputs[0].device)
-    return _sampler(name)(*inputs, *json.loads(args), generator=stream)
+    return _sampler(name)(*inputs, *json.loads(args), generator=stream).unsqueeze(0)
 
 
 def _fake_sample(
@@ -385,15 +437,21 @@ def _fake_sample(
     _mesh_device: torch.device,
     _site: int,
 ) -> Tensor:
-    return _sampler(name)(*inputs, *json.loads(args))
+    return _sampler(name)(*inputs, *json.loads(args)).unsqueeze(0)
 
 
 _PEERS = "int[] ranks, str[] groups, Device mesh_device, int site"
 define_operator("draw_key", f"({_PEERS}) -> Tensor", _draw_key, _fake_key)
 define_operator(
+    "draw_stream",
+    "(Tensor words, str draw, SymInt[] sizes, int number, ScalarType dtype, Device device) -> Tensor",
+    _draw_stream,
+    _fake_stream,
+    seeded=False,
+)
+define_operator(
     "draw_piece",
-    f"(str draw, str policy, {_PEERS}, int[] shape, int[] stride, int[] box, int number, ScalarType dtype, Device device)"
-    " -> Tensor",
+    f"(str draw, {_PEERS}, int[] shape, int[] stride, int[] box, ScalarType dtype, Device device) -> Tensor",
     _draw_piece,
     _fake_piece,
 )
