@@ -8,11 +8,13 @@ from hp_dtensor import (
     CommDebugMode,
     DTensor,
     InPlaceError,
+    MixedTensorError,
     Partial,
     Replicate,
     Shard,
     cache_statistics,
     distribute_tensor,
+    implicit_replication,
     spec,
 )
 from hp_mesh import init_device_mesh
@@ -222,3 +224,20 @@ def test_broadcasting_inside_a_list_gives_the_shape_of_both() -> None:
     )
     assert got.shape == (3, 4)
     torch.testing.assert_close(_whole(got), row + column)
+
+
+@spmd(world_size=2)
+def test_a_plain_tensor_in_a_list_needs_to_be_said_to_be_replicated() -> None:
+    """As outside of lists: the error names its place, again and again, and ``implicit_replication`` lets it in."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, k = torch.randn(4, 2), torch.randn(4, 2)
+    d = distribute_tensor(x, mesh, [Shard(0)])
+    for _ in range(2):
+        with pytest.raises(
+            MixedTensorError, match=r"mixed torch.Tensor and DTensor: list argument 1"
+        ):
+            torch._foreach_add([d], [k])
+        with implicit_replication():
+            torch.testing.assert_close(_whole(torch._foreach_add([d], [k])[0]), x + k)
+    flags = torch._foreach_add([d], [torch.ones(4, 2, dtype=torch.int64)])
+    torch.testing.assert_close(_whole(flags[0]), x + 1)

@@ -115,3 +115,86 @@ def test_torchs_own_clipping_works_on_one_mesh() -> None:
         got, want = (nn.utils.clip_grad_norm_([t], 1.0, norm_type=order) for t in (p, q))
         torch.testing.assert_close(float(got), float(want))
         torch.testing.assert_close(_whole(p.grad), q.grad)
+
+
+ADDENDS = (
+    [Partial(), Partial()],
+    [Partial(), R],
+    [R, Partial("avg")],
+    [Shard(0), Partial()],
+    [Partial("avg"), Shard(1)],
+)
+
+
+@spmd(world_size=4)
+@pytest.mark.parametrize("order", [2.0, 1, 3.5, INF, -INF, 0])
+def test_gradients_that_are_addends_travel_with_the_norm(order: float) -> None:
+    """Sums and averages, beside cut, replicated and plain gradients: one collective, and they end combined."""
+    plain, laid = _mixed()
+    mesh = laid[0].device_mesh
+    for placements in ADDENDS:
+        plain.append(torch.randn(5, 3))
+        laid.append(distribute_tensor(plain[-1], mesh, placements))
+    mine, alone = [], [nn.Parameter(torch.zeros_like(t)) for t in plain]
+    for q, whole, grad in zip(alone, plain, laid, strict=True):
+        start = torch.zeros_like(whole)
+        if isinstance(grad, DTensor):
+            places = [R if place.is_partial() else place for place in grad.placements]
+            start = distribute_tensor(start, grad.device_mesh, places)
+        mine.append(nn.Parameter(start))
+        mine[-1].grad, q.grad = grad.clone(), whole.clone()
+    with CommDebugMode() as comm:
+        got = clip_grad_norm_(mine, 0.5, order)
+    assert comm.get_total_counts() == 1
+    torch.testing.assert_close(got, nn.utils.clip_grad_norm_(alone, 0.5, order))
+    for p, q in zip(mine, alone, strict=True):
+        assert not isinstance(p.grad, DTensor) or not p.grad.is_partial()
+        torch.testing.assert_close(_whole(p.grad), q.grad)
+
+
+@spmd(world_size=4)
+def test_addends_that_cannot_travel_are_combined_before() -> None:
+    """Extremes are no sums, and a sum of one rank's own mesh is nobody else's."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.randn(5, 3)
+    extreme = distribute_tensor(whole, mesh, [Partial("max")])
+    addend = distribute_tensor(whole, mesh, [Partial()])
+    got = get_total_norm([extreme, addend])
+    torch.testing.assert_close(got, torch.stack([whole, whole]).norm())
+
+
+@spmd(world_size=4)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torchs_own_clipping_over_mixed_meshes(foreach: bool | None) -> None:
+    """Parameters on two meshes and on none, clipped by torch, one by one and by lists."""
+    for order in (2.0, 1.0, 3.5, INF):
+        plain, laid = _mixed()
+        mine, alone = ([nn.Parameter(torch.zeros_like(t)) for t in ts] for ts in (laid, plain))
+        for p, g in zip([*mine, *alone], [*laid, *plain], strict=True):
+            p.grad = g.clone()
+        got, want = (
+            nn.utils.clip_grad_norm_(ps, 0.5, order, foreach=foreach) for ps in (mine, alone)
+        )
+        torch.testing.assert_close(float(got), float(want))
+        for p, q in zip(mine, alone, strict=True):
+            torch.testing.assert_close(_whole(p.grad), q.grad)
+
+
+@spmd(world_size=4)
+def test_pieces_of_nothing_count_as_nothing() -> None:
+    """Ranks without elements, tensors without elements, numbers, one parameter, no gradient, an iterator, nothing."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    wholes = [torch.tensor([3.0]), torch.zeros(0, 3), torch.tensor(-4.0)]
+    cuts = ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [R, R])
+    laid = [distribute_tensor(w, mesh, cut) for w, cut in zip(wholes, cuts, strict=True)]
+    for order, want in ((2.0, 5.0), (1.0, 7.0), (INF, 4.0), (0, 2.0)):
+        assert get_total_norm(iter(laid), order).item() == pytest.approx(want)
+    p = nn.Parameter(laid[0])
+    assert clip_grad_norm_(p, 1.0).item() == 0
+    assert clip_grad_norm_([], 1.0).item() == 0
+    p.grad = laid[0].detach().clone()
+    assert clip_grad_norm_(p, 1.0).item() == pytest.approx(3.0)
+    torch.testing.assert_close(_whole(p.grad), torch.tensor([1.0]))
+    p.grad = laid[0] * float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)

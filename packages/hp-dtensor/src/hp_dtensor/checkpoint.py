@@ -57,6 +57,10 @@ def chunks(spec: Spec) -> Iterator[Chunk]:
     where = spec.coordinate
     if where is None:
         return
+    if 0 in spec.shape:  # no box, but a tensor that has to be in the checkpoint
+        none = (0,) * len(spec.shape)
+        yield Chunk(none, tuple(spec.shape), (0,) * len(spec.local_shape), tuple(spec.local_shape))
+        return
     count = folded_dims(spec.placements)
     box = shards.local_box(
         tuple(spec.shape), tuple(spec.mesh.shape), tuple(where), spec.placements

@@ -328,6 +328,28 @@ _HOLDERS = 4
 """Our list of tensors, and the names and the call that the value goes through while we ask."""
 
 
+def _numbers_for_a_plain_one(
+    op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], found: _Arguments
+) -> list[Tensor] | None:
+    """All tensor arguments as plain ones, where a plain tensor is written to and all distributed ones are single numbers.
+
+    So a coefficient that was computed from distributed gradients scales a plain gradient.
+    """
+    written = written_tensors(op, args, kwargs)
+    if not written or any(
+        found.specs[i] is not None or found.tensors[i].numel() == 1 for i in written
+    ):
+        return None
+    if any(spec is not None and math.prod(spec.shape) != 1 for spec in found.specs):
+        return None
+    return [
+        tensor
+        if spec is None
+        else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+        for tensor, spec in zip(found.tensors, found.specs, strict=True)
+    ]
+
+
 def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | None:
     """The tensor arguments with plain numbers for those of one element that live on another mesh; None if there are none.
 
@@ -348,22 +370,32 @@ def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | No
     ]
 
 
+def refuse_plain(op: OpOverload, tensor: Tensor, place: str, mesh: DeviceMesh) -> None:
+    """Raise for a plain tensor of numbers that may differ between ranks, unless the caller said that they do not.
+
+    Raises:
+        MixedTensorError: naming the operator, *place* among its arguments, and the ways out.
+    """
+    if not _unsafe(tensor) or _implicit_replication.get():
+        return
+    msg = (
+        f"{op}: got mixed torch.Tensor and DTensor: {place} is a plain tensor of shape "
+        f"{tuple(tensor.shape)} and {tensor.dtype}{whereabouts(tensor)}, and nothing says how it is laid out over "
+        f"the mesh {tuple(mesh.shape)}. Either distribute it (distribute_tensor, DTensor.from_local), or wrap the "
+        "call in hp_dtensor.implicit_replication() if it is the same on every rank, or leave distributed "
+        "tensors first with to_local()"
+    )
+    raise MixedTensorError(msg)
+
+
 def _admit(op: OpOverload, found: _Arguments) -> list[Spec]:
     """A spec for each tensor argument, plain ones as replicated where that is safe or asked for."""
     mesh = cast("DeviceMesh", found.mesh)
     specs: list[Spec] = []
     for position, (tensor, own) in enumerate(zip(found.tensors, found.specs, strict=True)):
         if own is None:
-            trusted = not _unsafe(tensor) or found.trusted[position]
-            if not trusted and not _implicit_replication.get():
-                msg = (
-                    f"{op}: got mixed torch.Tensor and DTensor: tensor argument {position} is a plain tensor of shape "
-                    f"{tuple(tensor.shape)} and {tensor.dtype}{whereabouts(tensor)}, and nothing says how it is laid out over "
-                    f"the mesh {tuple(mesh.shape)}. Either distribute it (distribute_tensor, DTensor.from_local), or wrap the "
-                    "call in hp_dtensor.implicit_replication() if it is the same on every rank, or leave distributed "
-                    "tensors first with to_local()"
-                )
-                raise MixedTensorError(msg)
+            if not found.trusted[position]:
+                refuse_plain(op, tensor, f"tensor argument {position}", mesh)
             specs.append(
                 make_spec(
                     mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype
@@ -607,14 +639,15 @@ def _write_to_base(op: OpOverload, copy: Tensor) -> None:
 
 
 def _refuse_seen(op: OpOverload, plan: Plan, args: Sequence[object]) -> None:
-    """Raise if somebody holds the tensor that *op* writes to, and which would have to change its layout for that.
+    """Raise if somebody holds the addends that *op* writes to, and which would have to be combined for that.
 
     Raises:
-        InPlaceError: naming the layouts. A temporary of torch's own is moved, written and moved back instead.
+        InPlaceError: naming the layouts. Pieces, and a temporary of torch's own, are moved, written and moved back instead.
     """
-    if alone(args, 0, others=1):
+    open_ = [move for move in plan.writes_back if move[2].is_partial]
+    if not open_ or alone(args, 0, others=1):
         return
-    position, target, source = plan.writes_back[0]
+    position, target, source = open_[0]
     msg = (
         f"{op}: in-place operations that require placement changes are not supported: it writes to tensor argument "
         f"{position} of shape {tuple(source.shape)} laid out as {source.placements}, and runs on {target.placements}. Use "
@@ -671,6 +704,10 @@ def dispatch_by_rule(
         msg = f"{op}: no distributed tensor among the arguments"
         raise NoRuleError(msg)
     rule = find_rule(op)
+    numbers = _numbers_for_a_plain_one(op, args, kwargs, found)
+    if numbers is not None:
+        given, named = with_tensors(args, kwargs, numbers)
+        return op(*given, **named)
     single = _with_single_numbers(op, found)
     if single is not None:
         given, named = with_tensors(args, kwargs, single)
@@ -701,7 +738,8 @@ def dispatch_by_rule(
     try:
         plan = _make_plan(op, rule, args, kwargs, specs, result)
     except InPlaceError:
-        if signature(op).returns_written and not alone(args, 0, others=1):
+        held = signature(op).returns_written and not alone(args, 0, others=1)
+        if held and any(specs[i].is_partial for i in written_tensors(op, args, kwargs)):
             raise
         plan = _make_plan(op, rule, args, kwargs, specs, result, relay=True)
     if found.cacheable and all(spec.interned for spec in specs):

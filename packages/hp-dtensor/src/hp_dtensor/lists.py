@@ -22,10 +22,12 @@ from hp_dtensor._torch import new_dtensor, schema_of
 from hp_dtensor.calls import signature
 from hp_dtensor.dispatch import (
     add_handler_family,
+    dispatch_by_rule,
     handles,
     local_of,
     local_on,
     refuse_communication,
+    refuse_plain,
 )
 from hp_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError
 from hp_dtensor.placements import REPLICATE, Placement
@@ -159,6 +161,8 @@ def list_operator(
     """Run a list operator on lists of distributed and plain tensors."""
     values = [*args, *kwargs.values()]
     lists = [i for i, value in enumerate(values) if _is_tensor_list(value)]
+    if not lists:  # fused into one kernel, like a norm, but no operator over lists
+        return dispatch_by_rule(cls, op, args, kwargs)
     count = len(cast("Sequence[Tensor]", values[lists[0]]))
     full = [i for i in lists if len(cast("Sequence[Tensor]", values[i])) == count]
     extra = [value for i, value in enumerate(values) if i not in lists]
@@ -176,6 +180,7 @@ def list_operator(
         for i, tensor in zip(full, column, strict=True):
             spec = spec_of(tensor)
             if spec is None and target is not None and tensor.numel() > 1:
+                refuse_plain(op, tensor, f"list argument {i}, position {position},", target.mesh)
                 mesh = target.mesh
                 spec = make_spec(
                     mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype
