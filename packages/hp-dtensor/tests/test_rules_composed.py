@@ -52,6 +52,7 @@ CASES: list[tuple[str, int, tuple[object, ...], dict[str, object]]] = [
     ("logsumexp", 1, (X, [1]), {}),
     ("logsumexp", 0, (X, [0, 2], True), {}),
     ("logsumexp", 1, (INF, [1]), {}),
+    ("logsumexp", 1, (torch.complex(X, G), [1]), {}),
     ("var.correction", 1, (X, [1]), {}),
     ("var.correction", 1, (X, None), {"correction": 0, "keepdim": True}),
     ("std.correction", 2, (X, [0, 2]), {"correction": 2}),

@@ -55,7 +55,14 @@ SCALAR = torch.tensor(1.5, dtype=torch.float64)
 
 
 @samples(
-    *("abs_.default", "neg.default", "neg_.default", "clone.default", "detach.default"),
+    *(
+        "abs_.default",
+        "neg.default",
+        "neg_.default",
+        "_neg_view.default",
+        "clone.default",
+        "detach.default",
+    ),
     *("alias.default", "lift.default", "lift_fresh.default", "positive.default"),
     *("conj_physical.default", "conj_physical_.default", "_conj_physical.default"),
     *("resolve_conj.default", "resolve_neg.default", "contiguous.default", "detach_.default"),
@@ -771,13 +778,28 @@ def repeat() -> Iterable[Sample]:
 
 @samples("searchsorted.Tensor")
 def searchsorted() -> Iterable[Sample]:
-    rows = CUBE.sort(-1).values
-    return [s(ROW.sort().values, A), s(rows, draw((2, 5, 4))[0]), s(ROW.sort().values, ROW)]
+    rows, order = CUBE.sort(-1).values, CUBE.argsort(-1)
+    return [
+        s(ROW.sort().values, A),
+        s(rows, draw((2, 5, 4))[0]),
+        s(ROW.sort().values, ROW, out_int32=True, right=True),
+        s(CUBE, draw((2, 5, 4))[0], sorter=order),
+    ]
+
+
+@samples("searchsorted.Scalar")
+def searchsorted_number() -> Iterable[Sample]:
+    return [s(ROW.sort().values, 0.1), s(ROW, 0.1, side="right", sorter=ROW.argsort())]
 
 
 @samples("bucketize.Tensor")
 def bucketize() -> Iterable[Sample]:
-    return [s(A, ROW.sort().values)]
+    return [s(A, ROW.sort().values), s(SCALAR, ROW.sort().values, right=True)]
+
+
+@samples("bucketize.Scalar")
+def bucketize_number() -> Iterable[Sample]:
+    return [s(0.1, ROW.sort().values)]
 
 
 @samples("isin.Tensor_Tensor")
@@ -980,7 +1002,12 @@ def index_fill_tensor() -> Iterable[Sample]:
 
 @samples("index_reduce.default", "index_reduce_.default")
 def index_reduce() -> Iterable[Sample]:
-    return [s(CUBE.clone(), 2, torch.tensor([2, 0]), draw((2, 5, 2))[0], "amax")]
+    rows, chosen, factors = (x.bfloat16() for x in (*draw((3, 2)), CUBE[0, :3], *draw((3, 2))))
+    return [
+        s(CUBE.clone(), 2, torch.tensor([2, 0]), draw((2, 5, 2))[0], "amax"),
+        s(rows.clone(), 0, torch.tensor([2, 0, 2]), factors, "prod"),
+        s(chosen.clone(), 1, torch.tensor([2]), factors[:, :1], "prod", include_self=False),
+    ]
 
 
 @samples("index.Tensor", "_unsafe_index.Tensor")
@@ -1300,7 +1327,13 @@ for _space in (2, 3):
         out, index = forward(_planes(space), [2] * space, [3] * space, where)
         return [s(out + 1, _planes(space), [2] * space, [3] * space, index)]
 
+    def _fractional(space: int = _space) -> Iterable[Sample]:
+        where = torch.rand((*PLANES[space][:2], space), dtype=torch.float64)
+        static = [2] * space, [3] * space
+        return [s(_planes(space), *static, where), s(_planes(space)[0], *static, where[:1])]
+
     SAMPLES |= {
+        f"fractional_max_pool{_space}d.default": _fractional,
         f"max_pool{_space}d_with_indices.default": _max_pool,
         f"max_pool{_space}d_with_indices_backward.default": _max_pool_backward,
         f"avg_pool{_space}d.default": _avg_pool,

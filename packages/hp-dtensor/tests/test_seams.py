@@ -482,3 +482,14 @@ def test_moves_compile_inside_the_graph() -> None:
     torch.testing.assert_close(out, 2 * x + 1)
     out.square().sum().backward()
     torch.testing.assert_close(_whole(d.grad), 4 * (2 * x + 1))
+
+
+def test_a_kernel_above_autograd_is_for_subclasses_alone() -> None:
+    """The key of snapshots lies above autograd, and plain tensors lack it; left out, the operator is as ever."""
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    op = torch.ops.aten.tensor_split.tensor_indices_or_sections
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    plain = torch.arange(4.0, requires_grad=True)
+    assert not torch._C._dispatch_keys(plain).has(key)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        assert [len(part) for part in op(plain, torch.tensor([1]))] == [1, 3]

@@ -75,6 +75,32 @@ def test_operators_that_torch_composes_are_right_on_addends(name: str) -> None:
         torch.testing.assert_close(x.grad.full_tensor(), ref.grad)  # type: ignore[attr-defined]
 
 
+# Functions that torch writes in Python, with names for what they make on the way.
+IN_PYTHON: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "counts": lambda x: torch.masked.var(x, 1, unbiased=True),
+    "a random matrix": lambda x: torch.svd_lowrank(x, 6)[1],
+    "a copy that is clamped": lambda x: F.gaussian_nll_loss(x, x.detach(), x.detach().abs() * x),
+    "random places": lambda x: F.fractional_max_pool2d(x.view(2, 2, 2, 3), 1, output_size=(1, 2)),
+}
+
+
+@spmd(world_size=2)
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_functions_that_torch_writes_in_python_are_right(name: str) -> None:
+    """What they have names for counts as made on the way, on cut tensors and on addends."""
+    program = IN_PYTHON[name]
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = torch.rand(4, 6) + 0.5
+    torch.manual_seed(1)
+    expected = program(whole)
+    for layout in (R, Shard(0), Shard(1), P):
+        torch.manual_seed(1)
+        got = program(distribute_tensor(whole, mesh, [layout]))
+        assert isinstance(got, DTensor)
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-4, atol=1e-4)
+
+
 @spmd(world_size=2)
 def test_what_somebody_holds_is_refused() -> None:
     """Neither is a plain tensor with a name taken for a constant, nor is the layout of a held one changed."""
@@ -87,6 +113,8 @@ def test_what_somebody_holds_is_refused() -> None:
         lambda: F.linear(x, weight),
         lambda: x @ weight.t(),
         lambda: torch.cat([x, weight]),
+        lambda: F.pairwise_distance(x[:3], weight),
+        lambda: F.gaussian_nll_loss(x[:3], weight, weight),
     ):
         with pytest.raises(MixedTensorError):
             mixed()

@@ -8,6 +8,7 @@ operators do to layouts), ``dispatch`` with ``special`` and ``lists`` (one opera
 
 # Imported for what they register with dispatch.
 from hp_dtensor import draws as _draws  # noqa: F401
+from hp_dtensor import early as _early  # noqa: F401
 from hp_dtensor import lists as _lists  # noqa: F401
 from hp_dtensor import special as _special  # noqa: F401
 from hp_dtensor._torch import DTensorSpec, TensorMeta

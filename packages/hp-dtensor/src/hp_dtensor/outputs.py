@@ -61,6 +61,8 @@ def plain_outputs(
             return cast("Tensor", run(_MEANS[op], [whole]))
         if op is aten.cat.default:
             return _concatenated(args[1] if len(args) > 1 else 0, metas)
+        if op is aten.fractional_max_pool3d_backward.default:  # which has no metadata kernel
+            return torch.empty(metas[1].shape, dtype=metas[1].dtype, device="meta")
         if op in _LIKE_THE_FIRST and _is_row_major(metas[0]):
             return torch.empty(metas[0].shape, dtype=cast("torch.dtype", args[3]), device="meta")
         if torch.Tag.pointwise in op.tags:

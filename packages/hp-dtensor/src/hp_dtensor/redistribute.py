@@ -79,6 +79,8 @@ def redistribute_tensor(
         RedistributeError: when one layout has addends of several kinds.
     """
     registry.refresh()
+    if local.is_conj() or local.is_neg():
+        local = _written_out(local)
     key = (mesh, shape, source, target)
     try:
         run = _runners.get(key)
@@ -95,6 +97,12 @@ def redistribute_tensor(
             _runners.clear()
         _runners[key] = run
     return run(local, async_op)
+
+
+def _written_out(local: Tensor) -> Tensor:
+    """*local*, which is conjugated or negated by a bit, with the numbers that it stands for: what moves are bits."""
+    with _torch.with_lazy_views():
+        return local.resolve_conj().resolve_neg()
 
 
 def _redistribute_symbolic(

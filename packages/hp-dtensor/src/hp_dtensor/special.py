@@ -22,7 +22,7 @@ from hp_dtensor.dispatch import (
     local_on,
     refuse_communication,
 )
-from hp_dtensor.errors import InPlaceError, MixedTensorError
+from hp_dtensor.errors import InPlaceError, LayoutError, MixedTensorError
 from hp_dtensor.placements import REPLICATE
 from hp_dtensor.rules._registry import aten_ops
 from hp_dtensor.spec import Spec, make_spec, spec_of
@@ -138,6 +138,26 @@ def _check_errors(
     """Each rank looks at what all found, or only some would raise."""
     whole = _whole(op, cast("Tensor", args[0])).contiguous()
     return op(whole, *args[1:], **kwargs)
+
+
+@handles(
+    *cast(
+        "tuple[OpOverload, ...]",
+        aten_ops(
+            *("_to_sparse.default", "_to_sparse.sparse_dim", "_to_sparse_csr.default"),
+            *("_to_sparse_csc.default", "_to_sparse_bsr.default", "_to_sparse_bsc.default"),
+        ),
+    )
+)
+def _to_sparse(
+    _cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
+) -> object:
+    shape = tuple(cast("Tensor", args[0]).shape)
+    msg = (
+        f"{op}: a sparse tensor of shape {shape} has no dims to cut, so no layout describes it. Leave distributed tensors "
+        "first: full_tensor().to_sparse() for the whole, to_local().to_sparse() for this rank's piece"
+    )
+    raise LayoutError(msg)
 
 
 @handles(aten.resize_.default)

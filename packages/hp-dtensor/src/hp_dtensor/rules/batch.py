@@ -88,11 +88,11 @@ _POOLS = {
     1: ("adaptive_max_pool1d", "max_pool1d_with_indices", "avg_pool1d", "adaptive_avg_pool1d"),
     2: (
         *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_unpool2d"),
-        *("adaptive_max_pool2d", "adaptive_max_pool2d_backward", "fractional_max_pool2d_backward"),
+        *("adaptive_max_pool2d", "adaptive_max_pool2d_backward"),
     ),
     3: (
         *("max_pool3d_with_indices", "max_pool3d_with_indices_backward", "max_unpool3d"),
-        *("adaptive_max_pool3d", "adaptive_max_pool3d_backward", "fractional_max_pool3d_backward"),
+        *("adaptive_max_pool3d", "adaptive_max_pool3d_backward"),
     ),
 }
 _LINEAR_POOLS = {
@@ -145,6 +145,26 @@ for _space, _names in _UPSAMPLE.items():
         local=sized(2),
     )
 
+
+def _fractional_pool(call: OpCall) -> Iterator[Strategy]:
+    """``(input, kernel, size, samples)``: a random number for each image, channel and dim in space."""
+    image, samples = call.tensors
+    channels: Dims = ["n", "c"] if len(image.shape) - len(call.arg(1)) == 2 else ["c"]  # type: ignore[arg-type]
+    inside: Dims = [*channels, *[None] * (len(image.shape) - len(channels))]
+    yield from label_strategies(
+        call,
+        [inside, ["n", "c", None][: len(samples.shape)]],
+        [inside, inside],
+        reduce=None,
+        empty=False,
+    )
+
+
+register_rule(
+    aten_ops("fractional_max_pool2d.default", "fractional_max_pool3d.default"), _fractional_pool
+)
+register_rule(aten_ops("fractional_max_pool2d_backward.default"), leading(2), linear=_linear)
+register_rule(aten_ops("fractional_max_pool3d_backward.default"), leading(3), linear=_linear)
 register_rule(aten_ops("channel_shuffle.default"), leading(3), linear=_linear)
 register_rule(aten_ops("im2col.default"), leading(3), linear=_linear)
 register_rule(aten_ops("col2im.default"), leading(2), linear=_linear)

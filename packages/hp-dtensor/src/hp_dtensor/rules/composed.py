@@ -157,7 +157,8 @@ def _logsumexp(call: OpCall) -> Callable[..., object]:
 
     def run(x: Tensor, _dim: object, keepdim: bool = False) -> Tensor:
         x = _up(x)
-        top = x.amax(dims, keepdim=True)
+        # The largest size decides what overflows; of complex numbers that is the real part's.
+        top = (x.real if x.is_complex() else x).amax(dims, keepdim=True)
         top = torch.where(top.abs() == inf, 0.0, top)
         total = (x - top).exp().sum(dims, keepdim=True).log() + top
         return (total if keepdim else _drop(total, dims)).to(dtype)

@@ -14,6 +14,7 @@ and two all-to-alls; a sum of the picked elements needs one collective of the re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -28,7 +29,7 @@ from hp_dtensor.rules._registry import (
     register_rule,
 )
 from hp_dtensor.rules.embedding import at_least_one, localize_index
-from hp_dtensor.rules.pointwise import linear_in
+from hp_dtensor.rules.pointwise import is_in_place, linear_in
 from hp_dtensor.rules.view import as_dims
 
 __all__: list[str] = []
@@ -156,6 +157,32 @@ def _index_write(call: OpCall) -> Iterator[Strategy]:
         names if len(meta.shape) == ndim else [None] * len(meta.shape) for meta in call.tensors[2:]
     ]
     yield from label_strategies(call, inputs, [names] * len(call.outputs), reduce=None)
+
+
+def _index_reduce_local(local: LocalCall) -> Callable[..., object]:
+    """Rows of one element are multiplied as rows of two: torch's kernel for halves fails on them."""
+    call = local.call
+    op, dim = call.op, _dim(call)
+    shape = local.input_local_shapes[0]
+    row = prod(shape[:dim] + shape[dim + 1 :])
+    halves = call.tensors[0].dtype in {torch.float16, torch.bfloat16}
+    if row != 1 or not halves or call.arg(4, "reduce") != "prod":
+        return op
+
+    def run(
+        tensor: torch.Tensor,
+        _dim: int,
+        index: torch.Tensor,
+        source: torch.Tensor,
+        *static: object,
+        **named: object,
+    ) -> torch.Tensor:
+        pair, sources = (torch.stack((x.reshape(-1), x.reshape(-1)), 1) for x in (tensor, source))
+        found: torch.Tensor = op(pair, 0, index, sources, *static, **named)
+        row = found[:, 0].reshape(tensor.shape)
+        return tensor.copy_(row) if is_in_place(call) else row.contiguous()
+
+    return run
 
 
 def _index_add(call: OpCall) -> Iterator[Strategy]:
@@ -437,7 +464,8 @@ register_rule(
     _index_write,
     linear=_groups([0, 3]),
 )
-register_rule(aten_ops("index_fill", "index_fill_", "index_reduce", "index_reduce_"), _index_write)
+register_rule(aten_ops("index_fill", "index_fill_"), _index_write)
+register_rule(aten_ops("index_reduce", "index_reduce_"), _index_write, local=_index_reduce_local)
 register_rule(
     aten_ops("index.Tensor", "_unsafe_index.Tensor"), _index, local=_index_local, linear=FIRST
 )

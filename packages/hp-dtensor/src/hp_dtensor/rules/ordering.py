@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hp_dtensor.rules._labels import broadcast_dims, label_strategies
-from hp_dtensor.rules._registry import OpCall, Rule, Strategy, aten_ops, register_rule
+from hp_dtensor.rules._labels import Dims, broadcast_dims, label_strategies
+from hp_dtensor.rules._registry import OpCall, Strategy, TensorMeta, aten_ops, register_rule
 from hp_dtensor.rules.pointwise import elementwise, keep_partial, linear_in
 from hp_dtensor.rules.softmax import along
 
@@ -47,34 +47,37 @@ def _repeated(call: OpCall) -> Iterator[Strategy]:
 
 
 def _searchsorted(call: OpCall) -> Iterator[Strategy]:
-    """``searchsorted(sequence, values)``: one sequence for all values, or one per leading index."""
-    sequence = call.tensors[0]
-    batched = len(sequence.shape) > 1
-    labels = [
-        [
-            dim if dim < len(meta.shape) - 1 or not batched else None
-            for dim in range(len(meta.shape))
-        ]
-        for meta in (*call.tensors, call.output)
-    ]
-    if not batched:
-        labels[0] = [None] * len(sequence.shape)
-    if len(call.tensors) == 2:
-        yield from label_strategies(call, labels[:2], labels[2:], reduce=None)
+    """``searchsorted(sequence, values)``: one sequence for all values, or one per leading index.
+
+    The place of a value is how many elements come before it, so pieces of the sequence give
+    addends; not where another tensor says in which order the elements are.
+    """
+    ordered = isinstance(call.kwargs.get("sorter"), TensorMeta)
+    batch: Dims = list(range(len(call.tensors[0].shape) - 1))
+    sequence: Dims = [*batch, None if ordered else "sorted"]
+
+    def looked_up(meta: TensorMeta) -> Dims:
+        own = range(len(batch), len(meta.shape))
+        return [*batch, *(None if batch else ("value", dim) for dim in own)]
+
+    values = [looked_up(meta) for meta in call.tensors[1 : len(call.tensors) - ordered]]
+    yield from label_strategies(
+        call, [sequence, *values, *[sequence] * ordered], [looked_up(call.output)]
+    )
 
 
-def _against_whole(values: int) -> Rule:
-    """Return a rule: the tensor at position *values* is cut, the other one is looked up in."""
+def _bucketize(call: OpCall) -> Iterator[Strategy]:
+    """``bucketize(values, boundaries)``: as with ``searchsorted``, the boundaries may be in pieces."""
+    values = list(range(len(call.output.shape)))
+    given = [values] * (len(call.tensors) - 1)
+    yield from label_strategies(call, [*given, ["sorted"]], [values])
 
-    def rule(call: OpCall) -> Iterator[Strategy]:
-        if len(call.tensors) == 2:
-            labels = [
-                list(range(len(meta.shape))) if position == values else [None] * len(meta.shape)
-                for position, meta in enumerate(call.tensors)
-            ]
-            yield from label_strategies(call, labels, [labels[values]], reduce=None)
 
-    return rule
+def _is_in(call: OpCall) -> Iterator[Strategy]:
+    """``isin(elements, others)``: the elements are cut, the others are looked through."""
+    elements = list(range(len(call.output.shape)))
+    others = [None] * len(call.tensors[1].shape)
+    yield from label_strategies(call, [elements, others], [elements], reduce=None)
 
 
 def _pad(call: OpCall) -> Iterator[Strategy]:
@@ -109,8 +112,8 @@ register_rule(aten_ops("flip"), _rearranged)
 register_rule(aten_ops("roll"), _rolled)
 register_rule(aten_ops("rot90"), along(2, "dims", (0, 1)))
 register_rule(aten_ops("repeat"), _repeated)
-register_rule(aten_ops("searchsorted.Tensor"), _searchsorted)
-register_rule(aten_ops("bucketize.Tensor"), _against_whole(0))
-register_rule(aten_ops("isin.Tensor_Tensor"), _against_whole(0))
+register_rule(aten_ops("searchsorted.Tensor", "searchsorted.Scalar"), _searchsorted)
+register_rule(aten_ops("bucketize.Tensor", "bucketize.Scalar"), _bucketize)
+register_rule(aten_ops("isin.Tensor_Tensor"), _is_in)
 register_rule(aten_ops("isin.Tensor_Scalar"), elementwise)
 register_rule(aten_ops("constant_pad_nd.default"), _pad, linear=_linear_padding)

@@ -383,7 +383,11 @@ register_rule(aten_ops(*_COPIES), _copy)
 register_rule(aten_ops("detach_"), _copy, local=_as_it_is)
 register_rule(aten_ops("maximum", "max.other", "max.out"), _extreme("max"))
 register_rule(aten_ops("minimum", "min.other", "min.out"), _extreme("min"))
-register_rule(aten_ops("neg.default", "neg_.default", "neg.out"), _negate, linear=_linear)
+register_rule(
+    aten_ops("neg.default", "neg_.default", "neg.out", "_neg_view.default"),
+    _negate,
+    linear=_linear,
+)
 register_rule(aten_ops("fill_", "zero_", "fill", "zero"), _fill, local=_fill_local)
 register_rule(aten_ops(*_UNTAGGED), elementwise, linear=_linear)
 register_rule(

@@ -1,0 +1,102 @@
+"""Operators that torch takes apart, or gives a gradient, in a way that no distributed tensor survives.
+
+Most operators that are made of others fall apart above dispatch into ones that have rules. A few read the memory of an
+argument on the way (``tensor_split`` with a tensor of indices), or have a backward in Python that writes to plain buffers
+(the chunked ``linear_cross_entropy``). These are met earlier, above autograd, and said in terms of operators that are
+differentiable and have rules.
+
+Not taken: ``__torch_function__``, which sees every call of a program, and costs each of them more than the local operator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hp_dtensor._torch import above_autograd
+from hp_dtensor.dispatch import local_on
+from hp_dtensor.placements import REPLICATE
+from hp_dtensor.spec import spec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__: list[str] = []
+
+
+@above_autograd("aten", "tensor_split.tensor_indices_or_sections")
+def _tensor_split(
+    below: Callable[..., object], x: Tensor, where: Tensor, dim: int = 0
+) -> Sequence[Tensor]:
+    """Each rank reads all the indices, which are few and must be known to give results their shapes."""
+    spec = spec_of(where)
+    if spec is not None:
+        everywhere = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
+        op = torch.ops.aten.tensor_split.tensor_indices_or_sections
+        where = local_on(op, where.detach(), spec, everywhere)
+    return cast("Sequence[Tensor]", below(x, where, dim))
+
+
+def _loss(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignored: int,
+    wide: torch.dtype,
+) -> Tensor:
+    """The loss in the dtype in which the chunks are computed, and rounded once."""
+    scores = functional.linear(
+        x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
+    )
+    loss = functional.cross_entropy(
+        scores,
+        target.to(wide) if target.is_floating_point() else target,
+        None if class_weight is None else class_weight.to(wide),
+        reduction=reduction,
+        ignore_index=ignored,
+    )
+    return loss.to(x.dtype)
+
+
+@above_autograd("torch_nn", "_linear_cross_entropy_batch_chunked")
+def _chunked(
+    _below: Callable[..., object],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignored: int,
+    _smoothing: float,
+    _chunk: int,
+    _policy: str,
+    wide: torch.dtype,
+    *_gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss; autograd finds the gradients, which the operator itself would have found already, from it."""
+    loss = _loss(x, weight, target, bias, class_weight, reduction, ignored, wide)
+    none = torch.empty(0, 0, dtype=x.dtype, device=x.device)
+    return loss, none, none.clone(), none.reshape(0).clone()
+
+
+@above_autograd("torch_nn", "_linear_cross_entropy_batch_chunked_no_reduction")
+def _chunked_each(
+    _below: Callable[..., object],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignored: int,
+    _chunk: int,
+    _policy: str,
+    wide: torch.dtype,
+) -> Tensor:
+    return _loss(x, weight, target, bias, class_weight, "none", ignored, wide)
