@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from hp_mesh import DeviceMesh, init_device_mesh
+from hp_mesh.collectives import wait
 from hp_mesh.testing import spmd
 from hp_tp import (
     BoundaryError,
@@ -271,3 +273,88 @@ def test_inputs_beyond_the_layouts() -> None:
     assert parallelize_module(Pair(), mesh, lenient)(x, torch.ones(4, 2)).shape == (4, 2)
     two = PrepareModuleInput(input_layouts=(S(0), R), desired_input_layouts=(R, R))
     assert parallelize_module(Pair(), mesh, two)(x).shape == (4, 2)
+
+
+def under_way(value: Tensor) -> bool:
+    """Whether a collective may still be bringing *value*: nobody has used it yet."""
+    piece = value._local_tensor if isinstance(value, DTensor) else value
+    return wait(piece) is not piece
+
+
+class Watches(nn.Module):
+    """Notes whether its input is under way, and gives one that is not."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.lazy = under_way(x)
+        return x.cos()
+
+
+WHOLE = {"input_layouts": S(0), "desired_input_layouts": R}
+INPUTS = [
+    PrepareModuleInput(**WHOLE),
+    PrepareModuleInput(**WHOLE, use_local_output=True),
+    PrepareModuleInputOutput(
+        **WHOLE, use_local_input=True, output_layouts=R, desired_output_layouts=R
+    ),
+    NoParallel(input_layout=S(0)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(INPUTS)))
+@spmd(world_size=2, timeout=60)
+def test_inputs_come_while_others_work(number: int) -> None:
+    """A gathered input waits for its first use, unless it is plain and has a gradient; numbers and gradients are right."""
+    mesh, style = tp(2), INPUTS[number]
+    module: Any = parallelize_module(Watches(), mesh, style)
+    whole = torch.randn(4, 3)
+    given = whole.chunk(2)[mesh.get_local_rank()].clone()
+    for wants in (False, True):
+        given.requires_grad_(wants)
+        out = module(given)
+        plain = number in {1, 2}
+        assert module.lazy is not (plain and wants)
+        piece = out.to_local() if isinstance(out, DTensor) else out
+        torch.testing.assert_close(piece, whole.cos())
+    out.sum().backward()
+    assert type(given.grad) is Tensor
+    torch.testing.assert_close(given.grad, -given.sin())
+
+
+@spmd(world_size=2, timeout=60)
+def test_outputs_leave_while_others_work() -> None:
+    """Scattered sums and gathered pieces, of modules and embeddings: who uses one first waits for it."""
+    mesh = tp(2)
+    scattered = RowwiseParallel(output_layouts=S(1))
+    ids = torch.randint(8, (2, 4))
+    for module, style, value in (
+        (nn.Embedding(8, 4), scattered, ids),
+        (nn.Tanh(), PrepareModuleOutput(output_layouts=P, desired_output_layouts=S(1)), ids),
+        (nn.Tanh(), PrepareModuleOutput(output_layouts=S(0), desired_output_layouts=R), ids),
+    ):
+        laid_out = parallelize_module(module, mesh, style)
+        with torch.no_grad():
+            out = laid_out(value)
+        assert under_way(out)
+        assert type(out + 1) is Tensor
+        assert not laid_out(value).requires_grad or not under_way(laid_out(value))
+
+
+@spmd(world_size=2, timeout=120)
+def test_what_leaves_a_style_keeps_its_gradient_in_a_compiled_module() -> None:
+    """Scattered rows that a compiled function takes: the gradients of the eager one."""
+    mesh, x = tp(2), torch.randn(2, 4, 4)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        style = RowwiseParallel(output_layouts=S(1))
+        layer: Any = parallelize_module(nn.Linear(8, 4, bias=False), mesh, style)
+        after: Any = nn.Tanh()
+        if compiled:
+            after = torch.compile(after, backend="aot_eager")
+        with warnings.catch_warnings():
+            # The compiler asks what comes in for its gradient, and hides what torch says to that.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            after(layer(x)).square().sum().backward()
+        found.append(layer.weight.grad.full_tensor())
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0].abs().sum() > 0

@@ -2,7 +2,9 @@
 
 The rule: a plain tensor is what the style's label says; a distributed tensor is what *it* says, whatever the label. Both
 then move to the layout wanted, with the fewest collectives, and leave as plain or distributed as asked. Nothing moves
-when it is there already, and a plain tensor that stays plain makes no wrapper on its way.
+when it is there already, and a plain tensor that stays plain makes no wrapper on its way. What the module itself does not
+use at once moves lazily: the collective runs while others work, and the first operator on its result waits. The exception is
+a plain result with a gradient: torch's lazily waited tensor loses its history where it enters a compiled program.
 
 A label tells how a plain tensor is cut but not how long the whole is, so a plain shard stands for even shards; where a
 style knows the whole size (of the features, always) it says so, and a result whose pieces would be uneven is not handed
@@ -91,6 +93,7 @@ def move(
     local: bool,
     where: str,
     grad: Placement | None = None,
+    lazy: bool = False,
 ) -> Tensor:
     """*value* moved to *target*, as a plain tensor when *local*, else as one of our distributed tensors.
 
@@ -103,6 +106,8 @@ def move(
         where: what the value is, for errors.
         grad: how the gradients of a plain result fit together; like *target* when None. Partial says that each rank
             uses its replica for other work.
+        lazy: return while the last collective is still under way, unless the result is plain and has a gradient; whoever uses
+            the result first waits for it.
 
     Raises:
         BoundaryError: when the value is on another mesh.
@@ -116,13 +121,18 @@ def move(
             if source == wanted and grad is None:
                 return value
             return redistribute_local(
-                value, mesh, source, wanted, grad_placements=None if grad is None else (grad,)
+                value,
+                mesh,
+                source,
+                wanted,
+                grad_placements=None if grad is None else (grad,),
+                async_op=lazy and not _recorded(value),
             )
         entered = DTensor.from_local(value, mesh, source)
-        return entered if source == wanted else entered.redistribute(mesh, wanted)
+        return entered if source == wanted else entered.redistribute(mesh, wanted, async_op=lazy)
     if not local:
         ours = value if isinstance(value, DTensor) else as_ours(cast("TorchDTensor", value))
-        return ours if held == wanted else ours.redistribute(mesh, wanted)
+        return ours if held == wanted else ours.redistribute(mesh, wanted, async_op=lazy)
     if held == wanted:
         return leave(value, grad)
     return redistribute_local(
@@ -132,7 +142,13 @@ def move(
         wanted,
         shape=tuple(value.shape),
         grad_placements=None if grad is None else (grad,),
+        async_op=lazy and not _recorded(value),
     )
+
+
+def _recorded(value: Tensor) -> bool:
+    """Whether gradients of what is made of *value* are wanted."""
+    return value.requires_grad and torch.is_grad_enabled()
 
 
 def check_even(placement: Placement, shape: Sequence[int], mesh: DeviceMesh, where: str) -> None:

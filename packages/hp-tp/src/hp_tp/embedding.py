@@ -107,8 +107,16 @@ class EmbeddingLayout:
         )
         if moves:
             rows = redistribute_local(
-                rows, self.mesh, (natural,), (out,), shape=shape, forward_dtype=self.reduce_dtype
-            ).to(table.dtype)
+                rows,
+                self.mesh,
+                (natural,),
+                (out,),
+                shape=shape,
+                forward_dtype=self.reduce_dtype,
+                async_op=not rows.requires_grad,
+            )
+            if rows.dtype is not table.dtype:
+                rows = rows.to(table.dtype)
         return hand_out(rows, self.mesh, out, shape, local=self.use_local_output)
 
     def _held_rows(self, module: nn.Embedding, ids: Tensor, table: Tensor) -> Tensor:

@@ -208,14 +208,42 @@ def _check_features(module: nn.Module, hidden: Mapping[str, int], ranks: int) ->
 
 
 @dataclass(frozen=True, slots=True)
+class _Features:
+    """Experts of which each rank has some hidden features (all of them, where they are not shared out): a wrapper of their forward."""
+
+    features: DeviceMesh | None
+    """The axis over which hidden features are shared out, if they are."""
+    names: tuple[str, ...]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Tensor:
+        return self.run(module, forward, *_tokens_and_counts(module, args, kwargs))
+
+    def run(self, module: nn.Module, forward: Forward, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Run the experts on whole tokens, and add up what the ranks' features give."""
+        mesh = self.features
+        whole, addends = (Replicate(),), (Partial(),)
+        if mesh is not None and mesh.size() > 1:
+            tokens = redistribute_local(tokens, mesh, whole, whole, grad_placements=addends)
+        with local_states(module, dict.fromkeys(self.names)):
+            output = cast("Tensor", forward(module, tokens, counts))
+        if mesh is not None and mesh.size() > 1:
+            output = redistribute_local(output, mesh, addends, whole)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
 class _Travelling(Generic[T]):
     """Experts run on the tokens that travelled to them: a wrapper of their forward."""
 
     mesh: DeviceMesh
     dispatcher: TokenDispatcher[T]
-    features: DeviceMesh | None
-    """The axis over which hidden features are shared out as well, if they are."""
-    names: tuple[str, ...]
+    experts: _Features
 
     def __call__(
         self,
@@ -226,32 +254,10 @@ class _Travelling(Generic[T]):
     ) -> Tensor:
         tokens, counts = _tokens_and_counts(module, args, kwargs)
         if self.mesh.size() == 1:
-            return _on_features(self, module, forward, tokens, counts)
+            return self.experts.run(module, forward, tokens, counts)
         arrived, own, receipt = self.dispatcher.dispatch(tokens, counts, self.mesh)
-        output = _on_features(self, module, forward, arrived, own)
+        output = self.experts.run(module, forward, arrived, own)
         return self.dispatcher.combine(output, receipt, self.mesh)
-
-
-def _on_features(
-    layout: _Travelling[T] | _Features,
-    module: nn.Module,
-    forward: Forward,
-    tokens: Tensor,
-    counts: Tensor,
-) -> Tensor:
-    """Run the experts on whole tokens, and add up what the ranks' features give."""
-    mesh = layout.features
-    whole, addends = (Replicate(),), (Partial(),)
-    cut = mesh is not None and mesh.size() > 1
-    if cut:
-        tokens = redistribute_local(
-            tokens, cast("DeviceMesh", mesh), whole, whole, grad_placements=addends
-        )
-    with local_states(module, dict.fromkeys(layout.names)):
-        output = cast("Tensor", forward(module, tokens, counts))
-    if cut:
-        output = redistribute_local(output, cast("DeviceMesh", mesh), addends, whole)
-    return output
 
 
 def _tokens_and_counts(
@@ -266,24 +272,6 @@ def _tokens_and_counts(
         )
         raise PlanError(message)
     return cast("tuple[Tensor, Tensor]", given)
-
-
-@dataclass(frozen=True, slots=True)
-class _Features:
-    """Experts of which each rank has some hidden features: a wrapper of their forward."""
-
-    features: DeviceMesh
-    names: tuple[str, ...]
-
-    def __call__(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> Tensor:
-        tokens, counts = _tokens_and_counts(module, args, kwargs)
-        return _on_features(self, module, forward, tokens, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +350,7 @@ class ExpertParallel(ParallelStyle):
         if self.input_layouts == Replicate():
             substitute(module, _Choosing(device_mesh, names))
         else:
-            substitute(module, _Travelling(device_mesh, self.dispatcher, None, names))
+            substitute(module, _Travelling(device_mesh, self.dispatcher, _Features(None, names)))
         return module
 
 
@@ -455,7 +443,7 @@ class ExpertTensorParallel(ParallelStyle):
         for name in names:
             layout = (Shard(0), *_cut(name, dims[name], features))
             place_state(module, name, device_mesh, layout, self.src_data_rank)
-        substitute(module, _Travelling(experts, self.dispatcher, features, names))
+        substitute(module, _Travelling(experts, self.dispatcher, _Features(features, names)))
         return module
 
 

@@ -311,6 +311,8 @@ class _Linear(torch.autograd.Function):
         reduce: bool,
     ) -> Tensor:
         ctx.facts = (layout, moves, reduce)  # type: ignore[attr-defined]  # torch leaves these open
+        if type(input) is not torch.Tensor:
+            input = wait(input)  # noqa: A001  # torch's name for it
         if bias is None:
             ctx.save_for_backward(input, weight)
         else:

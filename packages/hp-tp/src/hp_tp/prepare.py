@@ -3,6 +3,9 @@
 Layouts belong to the parameters of the forward: the first to the first, and so on, whether the caller passes it by position
 or by name. ``None`` leaves a value alone, and a value that is None stays so. One layout for an argument that is a list, tuple
 or dict of tensors goes for each of them.
+
+Values move lazily (see :mod:`hp_tp.boundary`): several inputs travel at once, and so does an output while what is independent of
+it runs.
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ class _Crossing:
         before = tensor.dtype
         if self.dtype is not None and before.is_floating_point:
             tensor = tensor.to(self.dtype)
-        out = move(tensor, self.mesh, label, wanted, local=self.local, where=where)
-        return out.to(before)
+        out = move(tensor, self.mesh, label, wanted, local=self.local, where=where, lazy=True)
+        return out if out.dtype is before else out.to(before)
 
 
 def _has_tensors(value: object) -> bool:

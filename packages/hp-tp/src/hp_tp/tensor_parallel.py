@@ -82,6 +82,7 @@ class _DispatchedLayout:
             self.output_layout,
             local=self.use_local_output,
             where=where,
+            lazy=True,
         )
 
 
