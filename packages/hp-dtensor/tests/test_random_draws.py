@@ -59,6 +59,7 @@ OPERATORS: dict[str, Operator] = {
     "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
     "feature_dropout": lambda x: F.dropout1d(x.unsqueeze(0), 0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
     "poisson": lambda x: torch.poisson(x.abs() * 9),
     "binomial": lambda x: torch.binomial(torch.full_like(x, 9), x.abs()),
     "multinomial": lambda x: torch.multinomial(x.abs(), 5),
@@ -69,8 +70,6 @@ OPERATORS: dict[str, Operator] = {
     "orthogonal": nn.init.orthogonal_,
     "complex": lambda x: torch.view_as_real(torch.randn_like(x, dtype=torch.complex64)),
 }
-# On one device these draw for some elements only, in an order that no piece knows.
-ORDERED: dict[str, Operator] = {"rrelu": lambda x: F.rrelu(x, training=True)}
 
 
 def _model() -> torch.Tensor:
@@ -101,7 +100,7 @@ def _every_layout() -> dict[str, torch.Tensor]:
     found = {}
     for policy in ("host", "layout_free"):
         set_random_policy(policy)
-        for name, operator in (OPERATORS | ORDERED).items():
+        for name, operator in OPERATORS.items():
             results = []
             for mesh in meshes:
                 for placements in _layouts(mesh.ndim):
@@ -438,6 +437,31 @@ def test_scaled_dot_product_attention_drops_alike_in_each_layout() -> None:
         results.append([_whole(out.detach()), _whole(laid.grad)])
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
+
+
+@spmd(world_size=2)
+def test_draws_go_into_a_tensor_that_is_given() -> None:
+    """With ``out`` a draw fills a distributed tensor of any layout with torch's numbers."""
+    mesh = init_device_mesh("cpu", (2,))
+    draws: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "rand": lambda _, out: torch.rand(SHAPE, out=out),
+        "randn": lambda _, out: torch.randn(SHAPE, out=out),
+        "randint": lambda _, out: torch.randint(9, SHAPE, out=out),
+        "randint_from": lambda _, out: torch.randint(3, 9, SHAPE, out=out),
+        "randperm": lambda _, out: torch.randperm(6, out=out[:, 0].clone()),
+        "bernoulli": lambda x, out: torch.bernoulli(x.abs(), out=out),
+        "normal": lambda x, out: torch.normal(x, 0.5, out=out),
+        "normal_std": lambda x, out: torch.normal(1.0, x.abs(), out=out),
+        "normal_both": lambda x, out: torch.normal(x, x.abs(), out=out),
+        "multinomial": lambda x, out: torch.multinomial(x.abs(), 5, out=out[:, :5].long()),
+    }
+    for name, draw in draws.items():
+        torch.manual_seed(4)
+        want = draw(_model(), torch.zeros(SHAPE))
+        for placement in (R, Shard(0)):
+            manual_seed(4)
+            laid = distribute_tensor(_model(), mesh, [placement], src_data_rank=None)
+            assert torch.equal(_whole(draw(laid, torch.zeros_like(laid))), want), name
 
 
 @spmd(world_size=2)

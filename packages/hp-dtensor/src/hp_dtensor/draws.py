@@ -295,6 +295,28 @@ def _native_dropout(
     return tensor * mask * (1.0 / kept if kept else 0.0), mask.to(torch.bool)
 
 
+def _slopes(
+    op: OpOverload,
+    tensor: Tensor,
+    noise: Tensor,
+    bounds: tuple[float, float],
+    generator: Generator | None,
+) -> None:
+    """Write into *noise* what elements are multiplied by: a draw where *tensor* is not above zero, one elsewhere.
+
+    On one device a number is drawn for each such element only, in order. Which they are no piece knows, so under "host" the
+    whole is looked at on every rank; other policies draw for all elements.
+    """
+    spec, held = spec_of(tensor), spec_of(noise)
+    if spec is None or held is None or policy_of(spec.mesh.device_type) != "host":
+        drawn = torch.empty_like(tensor).uniform_(*bounds, generator=generator)
+        noise.copy_(torch.where(tensor <= 0, drawn, 1.0))
+        return
+    made, _ = _sampled(op, "rrelu", [tensor], bounds, generator)
+    if held.coordinate is not None:
+        local_of(noise).copy_(random.cut(made, held.local_box))
+
+
 @handles(
     *cast(
         "Sequence[OpOverload]", aten_ops("rrelu_with_noise.default", "rrelu_with_noise_.default")
@@ -310,9 +332,7 @@ def _rrelu(
         slope = (lower + upper) / 2
         out = torch.where(tensor > 0, tensor, tensor * slope)
     else:
-        # On one device a number is drawn for each negative element only, in order, which no piece can know.
-        drawn = torch.empty_like(tensor).uniform_(lower, upper, generator=_generator(named))
-        noise.copy_(torch.where(tensor <= 0, drawn, 1.0))
+        _slopes(op, tensor, noise, (lower, upper), _generator(named))
         out = tensor * noise
     return tensor.copy_(out) if str(op).split(".")[1].endswith("_") else out
 
@@ -375,6 +395,69 @@ def _sampler(
     out = make_spec(spec.mesh, gradient_placements(laid), shape, stride, inputs[-1].dtype)
     piece = made if out.coordinate is None else random.cut(made, out.local_box).contiguous()
     return new_dtensor(cls, piece, out, False)
+
+
+# --- into a tensor that the caller gives ------------------------------------------------------
+
+_OUT = {
+    f"{name}.{kind}out": f"{name}.{kind.rstrip('_') or 'default'}"
+    for name, kinds in (
+        ("bernoulli", ("",)),
+        ("multinomial", ("",)),
+        ("normal", ("Tensor_float_", "float_Tensor_", "Tensor_Tensor_")),
+    )
+    for kind in kinds
+}
+"""What has an argument ``out`` and what does the same without."""
+
+
+@handles(*cast("Sequence[OpOverload]", aten_ops(*_OUT)))
+def _sampled_into(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    out = cast("Tensor", kwargs["out"])
+    (plain,) = cast("Sequence[OpOverload]", aten_ops(_OUT[str(op).removeprefix("aten.")]))
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    made = cast("Tensor", plain(*args, **rest))
+    return out.resize_(made.shape).copy_(made)
+
+
+_MADE = aten_ops(
+    *("rand.out", "rand.generator_out", "randint.out", "randint.generator_out"),
+    *("randint.low_out", "randint.low_generator_out"),
+)
+
+
+@handles(*cast("Sequence[OpOverload]", _MADE))
+def _made_into(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    out = cast("Tensor", named["out"]).resize_(cast("Sequence[int]", named["size"]))
+    if str(op).startswith("aten.rand."):
+        return out.uniform_(generator=_generator(named))
+    low, high = cast("tuple[int, int]", (named.get("low", 0), named["high"]))
+    return out.random_(low, high, generator=_generator(named))
+
+
+@handles(*cast("Sequence[OpOverload]", aten_ops("randperm.out", "randperm.generator_out")))
+def _permutation_into(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    named = _arguments(op, args, kwargs)
+    count, generator = cast("int", named["n"]), _generator(named)
+    out = cast("Tensor", named["out"]).resize_((count,))
+    spec = _written(op, out)
+    if spec.is_partial:
+        draw_into(local_of(out), spec, Draw("random_"), generator, op)
+    if spec.coordinate is None:
+        random.retire(generator)
+        return out
+    policy, local = policy_of(spec.mesh.device_type), local_of(out)
+    peers = peers_of(spec.mesh, op)
+    whole = random.permutation(count, policy, peers, generator, out.dtype, local.device)
+    local.copy_(random.cut(whole, spec.local_box))
+    return out
 
 
 # --- attention with dropout -------------------------------------------------------------------

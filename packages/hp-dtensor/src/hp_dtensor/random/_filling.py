@@ -242,12 +242,23 @@ _SAMPLERS = (
     "_standard_gamma",
     "_sample_dirichlet",
 )
-"""The ATen operators that :func:`sample` knows."""
+"""The ATen operators that :func:`sample` knows; beside them there is "rrelu"."""
+
+
+def _rrelu(
+    tensor: Tensor, low: float, high: float, *, generator: Generator | None = None
+) -> Tensor:
+    """The slopes of a randomised leaky ReLU, one where an element is above zero."""
+    noise = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    torch.ops.aten.rrelu_with_noise(tensor.contiguous(), noise, low, high, True, generator)
+    return noise
 
 
 def _sampler(name: str) -> Callable[..., Tensor]:
+    if name == "rrelu":
+        return _rrelu
     if name not in _SAMPLERS:
-        msg = f"sampler {name!r} does not exist; there are {', '.join(_SAMPLERS)}"
+        msg = f"sampler {name!r} does not exist; there are {', '.join(_SAMPLERS)}, rrelu"
         raise ValueError(msg)
     return cast("Callable[..., Tensor]", getattr(torch.ops.aten, name).default)
 
@@ -263,7 +274,7 @@ def sample(
     """What torch's sampler *name* gives for whole plain *inputs*, the same on all *peers*.
 
     Args:
-        name: the ATen operator's, such as ``"multinomial"``.
+        name: the ATen operator's, such as ``"multinomial"``; or ``"rrelu"`` for the slopes that it multiplies by.
         inputs: the tensors that it samples by.
         args: its further arguments.
         policy: under "host" the numbers are those of the single-device program; otherwise they come from a generator of
