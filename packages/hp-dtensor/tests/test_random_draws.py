@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import hp_dtensor
 import pytest
@@ -35,7 +36,31 @@ R = Replicate()
 SHAPE = (6, 70)
 Operator = Callable[[torch.Tensor], torch.Tensor]
 
+
+def _made(name: str, *args: object) -> Operator:
+    """The factory of this name, laid out as its model is."""
+
+    def make(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, DTensor):
+            laid = x.placements if name != "randperm" else [_of_a_line(p) for p in x.placements]
+            made = getattr(hp_dtensor, name)(*args, device_mesh=x.device_mesh, placements=laid)
+        else:
+            made = getattr(torch, name)(*args)
+        return cast("torch.Tensor", made)
+
+    return make
+
+
+def _of_a_line(placement: Placement) -> Placement:
+    return R if isinstance(placement, Replicate) else Shard(0)
+
+
 OPERATORS: dict[str, Operator] = {
+    "rand": _made("rand", SHAPE),
+    "randn": _made("randn", SHAPE),
+    "randint": _made("randint", 3, 9, SHAPE),
+    "randperm": _made("randperm", 67),
+    "feature_alpha": lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
     "uniform_": lambda x: x.uniform_(-1, 2),
     "normal_": lambda x: x.normal_(1, 2),
     "bernoulli_": lambda x: x.bernoulli_(0.3),
@@ -81,6 +106,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _layouts(axes: int) -> list[tuple[Placement, ...]]:
+    if axes == 3:
+        return [
+            (Shard(0), Shard(0), Shard(1)),
+            (R, Shard(1), Shard(1)),
+            (Shard(1), StridedShard(0, split_factor=2), Shard(0)),
+        ]
     if axes == 1:
         return [(R,), (Shard(0),), (Shard(1),), (StridedShard(1, split_factor=3),)]
     return [
@@ -91,22 +122,24 @@ def _layouts(axes: int) -> list[tuple[Placement, ...]]:
     ]
 
 
-def _every_layout() -> dict[str, torch.Tensor]:
+def _every_layout(names: Sequence[str] = tuple(OPERATORS)) -> dict[str, torch.Tensor]:
     """What each operator gives under each policy and layout, checked to be one whole; of the default layout."""
     world = torch.distributed.get_world_size()
     meshes = [init_device_mesh("cpu", (world,))]
     if world > 1:
         meshes.append(init_device_mesh("cpu", (2, world // 2)))
+    if world == 8:
+        meshes.append(init_device_mesh("cpu", (2, 2, 2)))
     found = {}
     for policy in ("host", "layout_free"):
         set_random_policy(policy)
-        for name, operator in OPERATORS.items():
+        for name in names:
             results = []
             for mesh in meshes:
                 for placements in _layouts(mesh.ndim):
                     manual_seed(11)
                     laid = distribute_tensor(_model(), mesh, placements, src_data_rank=None)
-                    results.append(_whole(operator(laid)))
+                    results.append(_whole(OPERATORS[name](laid)))
             for result in results[1:]:
                 assert torch.equal(result, results[0]), (policy, name)
             found[f"{policy} {name}"] = results[0]
@@ -126,12 +159,22 @@ def test_every_layout_and_number_of_ranks_gives_one_whole() -> None:
         assert torch.equal(alone[f"host {name}"], operator(_model())), name
 
 
-@pytest.mark.nightly
-def test_eight_ranks_give_the_whole_of_one() -> None:
-    """On 8 ranks as on one."""
-    alone = run_spmd(_every_layout, world_size=1)[0]
-    for rank in run_spmd(_every_layout, world_size=8, timeout=240):
+def _eight_give_what_one_gives(names: Sequence[str]) -> None:
+    run = partial(_every_layout, names)
+    alone = run_spmd(run, world_size=1)[0]
+    for rank in run_spmd(run, world_size=8, timeout=240):
         assert all(torch.equal(rank[name], want) for name, want in alone.items())
+
+
+def test_eight_ranks_draw_what_one_draws() -> None:
+    """On 8 ranks, along one to three axes, some of the operators give the bits of one rank."""
+    _eight_give_what_one_gives(["normal_", "dropout", "multinomial", "randint", "trunc_normal"])
+
+
+@pytest.mark.nightly
+def test_eight_ranks_draw_what_one_draws_by_every_operator() -> None:
+    """On 8 ranks as on one."""
+    _eight_give_what_one_gives(tuple(OPERATORS))
 
 
 @spmd(world_size=4)
