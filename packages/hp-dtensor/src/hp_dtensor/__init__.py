@@ -17,7 +17,7 @@ from hp_dtensor.advice import Fix
 from hp_dtensor.checks import check_tensor_meta
 from hp_dtensor.comm_debug import Collective, CommDebugMode
 from hp_dtensor.custom_shard import custom_shard
-from hp_dtensor.dispatch import cache_statistics, clear_caches, implicit_replication, strict
+from hp_dtensor.dispatch import cache_statistics, clear_caches
 from hp_dtensor.distribute import distribute_module, distribute_tensor, spmd_distribute_tensor
 from hp_dtensor.drawing import visualize_sharding
 from hp_dtensor.dtensor import DTensor
@@ -49,6 +49,7 @@ from hp_dtensor.gradients import accumulate_gradients
 from hp_dtensor.initialisation import init_empty_weights, init_on_device, init_parameters
 from hp_dtensor.layout import Layout
 from hp_dtensor.local import from_torch, local_map, redistribute_local, to_local, to_torch
+from hp_dtensor.modes import implicit_replication, strict
 from hp_dtensor.named_ops import DFunction, DistributedOp
 from hp_dtensor.norms import clip_grad_norm_, get_total_norm
 from hp_dtensor.op_placements import OpPlacements, strategies

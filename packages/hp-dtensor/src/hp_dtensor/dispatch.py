@@ -13,12 +13,10 @@ Kept apart from the tensor class: it is handed in, so that rules, plans and this
 
 from __future__ import annotations
 
-import contextvars
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, cast
@@ -46,11 +44,20 @@ from hp_dtensor.choice import (
     meta_of,
     meta_of_tensor,
 )
+from hp_dtensor.copied_views import remember_source, write_to_base
 from hp_dtensor.errors import (
     ImplicitCommunicationError,
     InPlaceError,
     MixedTensorError,
     NoRuleError,
+)
+from hp_dtensor.modes import (
+    Move,
+    implicit_replication,
+    is_replication_implied,
+    is_strict,
+    note_moves,
+    refuse_communication,
 )
 from hp_dtensor.placements import REPLICATE
 from hp_dtensor.redistribute import redistribute_tensor
@@ -89,58 +96,6 @@ _DRAW = "draw into a tensor with uniform_, normal_ or bernoulli_ and compute fro
 _families: list[tuple[tuple[str, ...], Handler]] = []
 _by_rule: set[OpOverload] = set()
 """Operators that no family takes."""
-
-_implicit_replication: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "hp_implicit_replication", default=False
-)
-_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("hp_strict", default=False)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Modes
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor that meets a distributed one counts as replicated.
-
-    The caller promises that the tensor is the same on every rank; nothing checks it.
-    Without the context only scalars, 0-d and one-element tensors, and integer or boolean tensors (ids, labels, masks)
-    may mix with distributed tensors.
-
-    Example:
-        >>> import hp_dtensor
-        >>> with hp_dtensor.implicit_replication():
-        ...     pass
-    """
-    token = _implicit_replication.set(True)
-    try:
-        yield
-    finally:
-        _implicit_replication.reset(token)
-
-
-@contextmanager
-def strict() -> Iterator[None]:
-    """Inside, an operator that would communicate without being asked raises instead.
-
-    What is written out (``redistribute``, ``full_tensor``, ``to_local``, ``from_local``) may communicate.
-
-    Raises:
-        ImplicitCommunicationError: naming the operator, the layouts it met and the ones it would have moved to.
-
-    Example:
-        >>> import hp_dtensor
-        >>> with hp_dtensor.strict():
-        ...     pass
-    """
-    token = _strict.set(True)
-    try:
-        yield
-    finally:
-        _strict.reset(token)
-
 
 # --------------------------------------------------------------------------------------------------------------------
 # Plans
@@ -376,7 +331,7 @@ def refuse_plain(op: OpOverload, tensor: Tensor, place: str, mesh: DeviceMesh) -
     Raises:
         MixedTensorError: naming the operator, *place* among its arguments, and the ways out.
     """
-    if not _unsafe(tensor) or _implicit_replication.get():
+    if not _unsafe(tensor) or is_replication_implied():
         return
     msg = (
         f"{op}: got mixed torch.Tensor and DTensor: {place} is a plain tensor of shape "
@@ -560,7 +515,7 @@ def _run(
         if plan.writes_back and plan.written is not None:
             _refuse_seen(op, plan, args)
         if plan.communicates:
-            _note(op, plan.moves)
+            note_moves(op, plan.moves)
         for position, source, target in plan.moves:
             locals_[position] = redistribute_tensor(
                 locals_[position],
@@ -581,7 +536,7 @@ def _run(
         )
         local_of(tensors[position]).copy_(moved)
     for position in plan.written_copies:
-        _write_to_base(op, tensors[position])
+        write_to_base(op, tensors[position])
     if plan.written is not None:
         return tensors[plan.written]
     if torch.is_inference_mode_enabled() and signature(op).is_view:
@@ -589,53 +544,8 @@ def _run(
     else:
         wrapped = _wrap(cls, plan, result)
     if plan.copied:
-        for number, part in enumerate(flat(wrapped)):
-            if isinstance(part, torch.Tensor):
-                part.__dict__[_SOURCE] = _Source(op, args, kwargs, number)
+        remember_source(wrapped, op, args, kwargs)
     return wrapped
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Views that had to be copied
-# --------------------------------------------------------------------------------------------------------------------
-
-_SOURCE = "_hp_source"
-"""Where a tensor that should be a view, and is a copy, keeps where it comes from."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """How a copy was made that should be a view: the operator with its arguments, and which of its results it is."""
-
-    op: OpOverload
-    args: Sequence[object]
-    kwargs: Mapping[str, object]
-    number: int
-
-
-def _write_to_base(op: OpOverload, copy: Tensor) -> None:
-    """Write the values of *copy* to where a view would have had them, in the tensor that it was taken from.
-
-    Which elements these are, the view operator says itself, run on the numbers of all elements.
-
-    Raises:
-        InPlaceError: when nobody knows any more what it was taken from.
-    """
-    source: _Source | None = copy.__dict__.get(_SOURCE)
-    if source is None:
-        msg = (
-            f"{op}: the tensor it writes to is a slice that had to be copied to this rank, so the write would not reach the "
-            "tensor it was taken from. Write through the whole tensor (masked_fill, where, index_put), or redistribute so "
-            "that the slice is local"
-        )
-        raise InPlaceError(msg)
-    base = cast("Tensor", source.args[0])
-    with torch.no_grad(), implicit_replication():
-        numbers = torch.arange(base.numel(), device=base.device).view(base.shape)
-        seen = flat(source.op(numbers, *source.args[1:], **source.kwargs))[source.number]
-        where = cast("Tensor", seen).reshape(-1)
-        row = base.reshape(-1).index_copy(0, where, copy.detach().reshape(-1))
-        base.copy_(row.view(base.shape))
 
 
 def _refuse_seen(op: OpOverload, plan: Plan, args: Sequence[object]) -> None:
@@ -687,7 +597,7 @@ def dispatch_by_rule(
 ) -> object:
     """Run *op* by its plan; on a miss make one from the rule table, a decomposition, or by replicating."""
     found = _Arguments(op, args, kwargs)
-    vouched = _implicit_replication.get()
+    vouched = is_replication_implied()
     if found.plain and not vouched:
         _check_trusted(op, found)
     key = (found.key, found.plain and vouched)
@@ -818,52 +728,10 @@ def local_on(op: OpOverload, tensor: Tensor, source: Spec, target: Spec) -> Tens
     if source.placements == target.placements:
         return local_of(tensor)
     if _needs_network(source, target):
-        _note(op, ((0, source, target),))
+        note_moves(op, ((0, source, target),))
     return redistribute_tensor(
         local_of(tensor), source.mesh, tuple(source.shape), source.placements, target.placements
     )
-
-
-Move = tuple[int, Spec, Spec]
-"""(position among the tensor arguments, from, to)."""
-
-_listener: contextvars.ContextVar[Callable[[OpOverload, Sequence[Move]], None] | None] = (
-    contextvars.ContextVar("hp_listener", default=None)
-)
-
-
-@contextmanager
-def listening(listener: Callable[[OpOverload, Sequence[Move]], None]) -> Iterator[None]:
-    """Inside, *listener* hears of each operator that moves its arguments over the network by itself, and how."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
-def _note(op: OpOverload, moves: Sequence[Move]) -> None:
-    """Say that *op* is about to make *moves*, or refuse."""
-    listener = _listener.get()
-    if listener is not None:
-        listener(op, moves)
-    if _strict.get():
-        told = (f"tensor argument {i}: {a.placements} -> {b.placements}" for i, a, b in moves)
-        refuse_communication(op, "; ".join(told))
-
-
-def refuse_communication(op: OpOverload, what: str) -> None:
-    """Raise when implicit communication is forbidden right now.
-
-    Raises:
-        ImplicitCommunicationError: inside :func:`strict`, naming *op* and *what* it would do.
-    """
-    if _strict.get():
-        msg = (
-            f"{op}: would communicate implicitly inside hp_dtensor.strict(): {what}. Redistribute explicitly with "
-            "x.redistribute(placements=...) before the call, or change the layouts that meet here"
-        )
-        raise ImplicitCommunicationError(msg, op=str(op), reason=what)
 
 
 Adviser = Callable[
@@ -900,7 +768,7 @@ def _warn_replicated(op: OpOverload, specs: Sequence[Spec]) -> None:
     )
     if not moved:
         return
-    if _strict.get():
+    if is_strict():
         what = f"it has no sharding rule, and running it replicated gathers {int(moved)} bytes"
         refuse_communication(op, what)
     if str(op) not in _warned:

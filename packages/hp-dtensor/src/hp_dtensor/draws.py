@@ -19,8 +19,9 @@ from torch import Generator, Tensor
 
 from hp_dtensor import random
 from hp_dtensor._torch import new_dtensor, schema_of
-from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on, refuse_communication
+from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on
 from hp_dtensor.errors import InPlaceError, LayoutError
+from hp_dtensor.modes import refuse_communication
 from hp_dtensor.placements import REPLICATE, gradient_placements, shard_dim
 from hp_dtensor.random import Draw, Peers, Piece, policy_of
 from hp_dtensor.rules._registry import aten_ops

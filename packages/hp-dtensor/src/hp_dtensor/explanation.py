@@ -24,8 +24,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from hp_dtensor._torch import TorchDTensor, new_dtensor, tree_flatten, tree_unflatten
 from hp_dtensor.comm_debug import Collective, CommDebugMode
-from hp_dtensor.dispatch import Move, listening
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.modes import Move, listening
 from hp_dtensor.placements import Placement
 from hp_dtensor.preview import redistribute_plan
 from hp_dtensor.spec import Spec, spec_of

@@ -26,10 +26,10 @@ from hp_dtensor.dispatch import (
     handles,
     local_of,
     local_on,
-    refuse_communication,
     refuse_plain,
 )
 from hp_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError
+from hp_dtensor.modes import refuse_communication
 from hp_dtensor.placements import REPLICATE, Placement
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.rules._registry import aten_ops

@@ -14,15 +14,9 @@ import torch
 from hp_mesh.collectives import all_reduce, wait
 
 from hp_dtensor._torch import TorchDTensor, local_scalar, update_metadata
-from hp_dtensor.dispatch import (
-    dispatch_by_rule,
-    handles,
-    implicit_replication,
-    local_of,
-    local_on,
-    refuse_communication,
-)
+from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on
 from hp_dtensor.errors import InPlaceError, LayoutError, MixedTensorError
+from hp_dtensor.modes import implicit_replication, refuse_communication
 from hp_dtensor.placements import REPLICATE
 from hp_dtensor.rules._registry import aten_ops
 from hp_dtensor.spec import Spec, make_spec, spec_of
