@@ -4,11 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hp_dtensor import shards
+import torch.nn.functional as F
+from hp_dtensor import DTensor, distribute_tensor, shards
 from hp_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.rules import LocalCall, OpCall, Strategy, TensorMeta, find_rule
 from hp_dtensor.rules.embedding import localize_index
 from hp_dtensor.testing import Sample, check_rule, draw
+from hp_mesh import init_device_mesh
+from hp_mesh.testing import spmd
 
 aten = torch.ops.aten
 R, SUM = Replicate(), Partial("sum")
@@ -143,3 +146,22 @@ def test_localised_indices() -> None:
     assert position.tolist() == [0, 0, 1, 3, 4, 4, 4]
     position, _ = localize_index(index, (), 10)
     assert position.tolist() == [0, 0, 0, 0, 1, 1, 1]
+
+
+@spmd(world_size=2)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
+def test_rows_that_are_looked_up_are_renormed_in_place(norm: float) -> None:
+    """However the table is laid out, held by a name or not; rows that are not looked up stay."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    table, index = torch.randn(7, 3) * 2, torch.tensor([[1, 6], [1, 3]])
+    plain = table.clone()
+    expected = F.embedding(index, plain, max_norm=1.5, norm_type=norm)
+    for place in (R, Shard(0), Shard(1), SUM):
+        weight = distribute_tensor(table, mesh, [place])
+        found = F.embedding(index, weight, max_norm=1.5, norm_type=norm)
+        assert isinstance(found, DTensor)
+        assert weight.placements == (place,)
+        torch.testing.assert_close(weight.full_tensor(), plain)
+        torch.testing.assert_close(found.full_tensor(), expected)

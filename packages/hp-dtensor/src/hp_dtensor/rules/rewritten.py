@@ -29,6 +29,9 @@ __all__ = ["rewritten"]
 NONE, MEAN = 0, 1
 """How ATen writes the reduction of a loss; what is neither is the sum."""
 
+_TINY = 1e-7
+"""What torch adds to a length before it divides by it."""
+
 _table: dict[OpOverload, Callable[..., object]] = {}
 
 
@@ -85,6 +88,22 @@ def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -
     # One place more than there are elements takes what no element of the source went to.
     found = grad.new_zeros(count + 1).index_add(0, turn.clamp(0, count), grad.reshape(-1))
     return found[:count].view(sizes)
+
+
+# --- rows that must not be long ---------------------------------------------------------------
+
+
+@_stands_for("embedding_renorm_.default")
+def _embedding_renorm(
+    weight: Tensor, index: Tensor, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale each row that is looked up and too long, once, in place."""
+    length = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
+    looked_up = torch.zeros(weight.shape[0], dtype=torch.bool, device=weight.device)
+    looked_up = looked_up.index_fill(0, index.reshape(-1), True).unsqueeze(1)
+    scale = max_norm / (length + _TINY)
+    weight.mul_(torch.where(looked_up & (length > max_norm), scale, 1))
+    return weight
 
 
 # --- distances between the rows of one matrix -------------------------------------------------

@@ -361,10 +361,10 @@ class _Program:
         """The first thing that is wrong, and which results (0) and gradients (1) are, at which position, and their values."""
         told = ""
         odd: list[tuple[int, int, torch.Tensor | None]] = []
-        pairs = (self.results, results), (self.gradients, gradients)
-        for which, (expected, found) in enumerate(pairs):
+        wanted: tuple[Values, Values] = (self.results, self.gradients)
+        for which, found in enumerate((results, gradients)):
             what = ("result", "gradient")[which]
-            for position, message in _compare(expected, found, what).items():
+            for position, message in _compare(wanted[which], found, what).items():
                 value = found[position] if position >= 0 else None
                 if not self._rounds(which, position, value):
                     told = told or message
