@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hp_dtensor import Replicate, Shard
+from hp_dtensor import DTensor, Replicate, Shard
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
@@ -171,3 +172,29 @@ def test_attention_that_cannot_be_shared_out() -> None:
     with pytest.raises(UnsupportedModuleError, match=r"dropout=0.5 .* same mask on each rank"):
         dropping(x, x, x)
     dropping.eval()(x, x, x)
+
+
+@spmd(world_size=2, timeout=60)
+def test_a_stock_encoder_layer() -> None:
+    """``nn.TransformerEncoderLayer`` trains and evaluates like one device: no kernel for the whole layer takes over."""
+    mesh = tp(2)
+    reference = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
+    layer = copy.deepcopy(reference)
+    plan = {
+        "self_attn": MultiheadAttentionParallel(),
+        "linear1": ColwiseParallel(),
+        "linear2": RowwiseParallel(),
+    }
+    parallelize_module(layer, mesh, plan)
+    x = torch.randn(2, 5, 8)
+    out, right = layer(x), reference(x)
+    torch.testing.assert_close(out, right)
+    out.square().sum().backward()
+    right.square().sum().backward()
+    for ours, its in zip(layer.parameters(), reference.parameters(), strict=True):
+        found = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+        torch.testing.assert_close(found, its.grad, rtol=1e-4, atol=1e-5)
+    layer.eval()
+    reference.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), reference(x))

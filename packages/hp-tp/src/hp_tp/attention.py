@@ -275,7 +275,7 @@ class _HeadsLayout:
         shape = tuple(output.shape)
         output = redistribute_local(output, self.mesh, (PARTIAL,), (out,), shape=shape)
         if module.out_proj.bias is not None:
-            grad = None if out.is_replicate() else (PARTIAL,)
+            grad = (out,) if out.is_replicate() else (PARTIAL,)
             output = output + to_local(module.out_proj.bias, grad_placements=grad)
         return hand_out(output, self.mesh, out, shape, local=self.use_local_output)
 
@@ -292,6 +292,10 @@ class _HeadsLayout:
 def _widened(mask: Tensor, keys: int) -> Tensor:
     """*mask* with columns that hide nothing for keys that were added behind the caller's."""
     return F.pad(mask, (0, keys - mask.shape[-1])) if keys != mask.shape[-1] else mask
+
+
+def _no_fast_path(module: nn.Module, args: object) -> None:
+    """A hook that does nothing: where there is one, ``nn.TransformerEncoderLayer`` calls its attention instead of one kernel."""
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
@@ -359,4 +363,5 @@ class MultiheadAttentionParallel(ParallelStyle):
                 self.use_local_output,
             ),
         )
+        module.register_forward_pre_hook(_no_fast_path)
         return module

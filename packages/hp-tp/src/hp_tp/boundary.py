@@ -25,7 +25,6 @@ from hp_dtensor import (
     Shard,
     StridedShard,
     redistribute_local,
-    to_local,
 )
 from hp_dtensor.layout import resolve
 from hp_dtensor.local import as_ours
@@ -33,7 +32,7 @@ from hp_dtensor.placements import shard_dim
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_tp.errors import BoundaryError
-from hp_tp.partial_gradient import leave
+from hp_tp.partial_gradient import leave, own_piece
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
@@ -136,7 +135,7 @@ def move(
     if held == wanted:
         return leave(value, grad)
     return redistribute_local(
-        to_local(value),
+        own_piece(value),
         mesh,
         held,
         wanted,

@@ -289,7 +289,7 @@ class LinearLayout:
             ).to(dtype)
         if self.by_rows and bias is not None:
             addend = redistribute_local(
-                to_local(bias),
+                to_local(bias, grad_placements=_REPLICATED),
                 self.mesh,
                 (REPLICATE,),
                 moves.bias,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from hp_dtensor import DTensor, to_local
-from hp_dtensor.placements import normalize_placements
+from hp_dtensor.placements import gradient_placements, normalize_placements
 from hp_dtensor.spec import Spec, spec_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
 
-__all__ = ["leave"]
+__all__ = ["leave", "own_piece"]
 
 
 class _Leave(torch.autograd.Function):
@@ -39,10 +39,16 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
+def own_piece(tensor: Tensor) -> Tensor:
+    """This rank's piece of a distributed *tensor*, whose gradients fit together like the tensor."""
+    layout = cast("DTensor", tensor).placements
+    return to_local(tensor, grad_placements=gradient_placements(tuple(layout)))
+
+
 def leave(tensor: Tensor, grad: Placement | None) -> Tensor:
     """This rank's piece of a distributed *tensor*, whose gradients fit together as *grad* (like the tensor when None)."""
     if grad is None:
-        return to_local(tensor)
+        return own_piece(tensor)
     if torch.compiler.is_compiling() or tensor.is_leaf or not torch.is_grad_enabled():
         return to_local(tensor, grad_placements=(grad,))
     spec = spec_of(tensor)
