@@ -27,6 +27,7 @@ from hp_tp._torch import buffers_of, parameters_of
 from hp_tp.boundary import layout_on, map_tensors
 from hp_tp.errors import BoundaryError, PlanError
 from hp_tp.local_states import local_states, owner_of
+from hp_tp.partial_gradient import own_piece
 from hp_tp.placing import is_placed, place_state
 from hp_tp.sharding import (
     LayoutLike,
@@ -103,9 +104,9 @@ class _Value:
         wanted = target or held
         if self.local:
             if held == wanted:
-                return to_local(value, grad_placements=grad)
+                return own_piece(value) if grad is None else to_local(value, grad_placements=grad)
             return redistribute_local(
-                to_local(value),
+                own_piece(value),
                 self.mesh,
                 held,
                 wanted,

@@ -15,6 +15,7 @@ from hp_dtensor import Placement, to_local
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_tp._torch import buffers_of, parameters_of
+from hp_tp.partial_gradient import own_piece
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +43,9 @@ def local_states(
         state = held.get(name)
         if isinstance(state, TorchDTensor):
             before.append((held, name, state))
-            held[name] = to_local(state, grad_placements=grad)
+            held[name] = (
+                own_piece(state) if grad is None else to_local(state, grad_placements=grad)
+            )
     try:
         yield
     finally:
