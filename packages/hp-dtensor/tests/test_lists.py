@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hp_dtensor import (
     CommDebugMode,
     DTensor,
-    InPlaceError,
+    ImplicitCommunicationError,
     MixedTensorError,
     Partial,
     Replicate,
@@ -16,6 +18,7 @@ from hp_dtensor import (
     distribute_tensor,
     implicit_replication,
     spec,
+    strict,
 )
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
@@ -141,8 +144,13 @@ def test_addends_stay_addends_where_the_operator_is_linear() -> None:
     assert comm.get_total_counts() == 1
     for got, x in zip(sizes, xs, strict=True):
         torch.testing.assert_close(_whole(got), (2 * x).abs())
-    with pytest.raises(InPlaceError, match="writes to addends"):
+    wanted = [(2 * x).abs() for x in xs]  # the addends are these tensors themselves
+    with CommDebugMode() as comm:
         torch._foreach_abs_(ds)
+    assert comm.get_total_counts() == 1
+    for got, want in zip(ds, wanted, strict=True):
+        assert got.is_partial()
+        torch.testing.assert_close(_whole(got), want)
 
 
 @spmd(world_size=2)
@@ -241,3 +249,54 @@ def test_a_plain_tensor_in_a_list_needs_to_be_said_to_be_replicated() -> None:
             torch.testing.assert_close(_whole(torch._foreach_add([d], [k])[0]), x + k)
     flags = torch._foreach_add([d], [torch.ones(4, 2, dtype=torch.int64)])
     torch.testing.assert_close(_whole(flags[0]), x + 1)
+
+
+@spmd(world_size=2)
+def test_what_is_written_to_takes_the_result_in_any_layout_and_with_broadcasting() -> None:
+    """In-place list operators on pieces, replicas and addends, with small tensors that are broadcast, equal the plain run."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    layouts = [R, Shard(0), Shard(1), Partial()]
+    binary = ("add", "sub", "mul", "div", "maximum", "clamp_min")
+    shapes = [
+        ((1, 6), (1, 1)),
+        ((4, 1), (1, 1)),
+        ((5, 3), (5, 1)),
+        ((5, 3), (1, 3)),
+        ((2, 2), (2, 2)),
+    ]
+    for shape, small in shapes:
+        for a, b in itertools.product(layouts, layouts):
+            left, right = torch.rand(shape) + 0.5, torch.rand(small) + 0.5
+            mine = distribute_tensor(left, mesh, [a])
+            other = distribute_tensor(right, mesh, [b])
+            told = f"{shape} {a} with {small} {b}"
+            for name in binary:
+                for form in (f"_foreach_{name}", f"_foreach_{name}_"):
+                    got, want = mine.clone(), left.clone()
+                    results = [
+                        getattr(torch, form)([x], [y]) for x, y in ((got, other), (want, right))
+                    ]
+                    ours, plain = (
+                        (got, want) if form.endswith("_") else (results[0][0], results[1][0])
+                    )
+                    torch.testing.assert_close(ours.full_tensor(), plain, msg=f"{form} {told}")
+                    assert not form.endswith("_") or got.placements == (a,)
+            got, want = mine.clone(), left.clone()
+            torch._foreach_sqrt_([got])
+            torch._foreach_addcdiv_([got], [mine], [other], 0.5)
+            torch._foreach_lerp_([got], [other.expand(shape)], 0.25)
+            torch._foreach_sqrt_([want])
+            torch._foreach_addcdiv_([want], [left], [right], 0.5)
+            torch._foreach_lerp_([want], [right.expand(shape)], 0.25)
+            torch.testing.assert_close(got.full_tensor(), want, msg=told)
+
+
+@spmd(world_size=2)
+def test_strict_refuses_a_list_write_that_moves() -> None:
+    """A list write that has to combine addends first is communication that nobody asked for."""
+    mesh = init_device_mesh("cpu", (2,))
+    addends = distribute_tensor(torch.ones(4), mesh, [Partial()])
+    with strict(), pytest.raises(ImplicitCommunicationError):
+        torch._foreach_sqrt_([addends])
+    torch.testing.assert_close(addends.full_tensor(), torch.ones(4))

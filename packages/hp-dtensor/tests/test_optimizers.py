@@ -69,8 +69,7 @@ def _parameters(kind: type[O.Optimizer]) -> tuple[list[nn.Parameter], list[nn.Pa
         distribute_tensor(starts[0], mesh, [Shard(0), Shard(1)]),
         distribute_tensor(starts[1], mesh["dp"], [Shard(0)]),
         starts[2].clone(),
-        # A product over one row that is cut is a sum, and lists are not written through sums: a row for Adafactor is whole.
-        distribute_tensor(starts[3], mesh, [R if kind is O.Adafactor else Shard(0), R]),
+        distribute_tensor(starts[3], mesh, [Shard(0), R]),
     ]
     if kind is not O.Muon:
         starts += [torch.tensor(1.5), torch.arange(7.0)]

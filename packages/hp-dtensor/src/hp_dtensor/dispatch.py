@@ -433,7 +433,7 @@ def _make_plan(
     return Plan(
         mesh=mesh,
         moves=moves,
-        communicates=any(_needs_network(source, target) for _, source, target in moves),
+        communicates=any(needs_network(source, target) for _, source, target in moves),
         local=local,
         outputs=tuple(made),
         single=single,
@@ -456,7 +456,8 @@ def _seeing_lazy_views(local: Callable[..., object]) -> Callable[..., object]:
     return run
 
 
-def _needs_network(source: Spec, target: Spec) -> bool:
+def needs_network(source: Spec, target: Spec) -> bool:
+    """Whether a move from *source* to *target* takes more than what this rank has."""
     return any(
         size > 1 and a != b and not a.is_replicate()
         for size, a, b in zip(source.mesh.shape, source.placements, target.placements, strict=True)
@@ -678,7 +679,7 @@ def moves_of(
     found = (
         (spec, spec.with_placements(to)) for spec, to in zip(specs, choice.inputs, strict=True)
     )
-    return [(i, a, b) for i, (a, b) in enumerate(found) if a is not b and _needs_network(a, b)]
+    return [(i, a, b) for i, (a, b) in enumerate(found) if a is not b and needs_network(a, b)]
 
 
 def _offer(
@@ -727,7 +728,7 @@ def local_on(op: OpOverload, tensor: Tensor, source: Spec, target: Spec) -> Tens
     """The local piece of *tensor*, laid out as *source*, after a move to *target* that nobody asked for."""
     if source.placements == target.placements:
         return local_of(tensor)
-    if _needs_network(source, target):
+    if needs_network(source, target):
         note_moves(op, ((0, source, target),))
     return redistribute_tensor(
         local_of(tensor), source.mesh, tuple(source.shape), source.placements, target.placements

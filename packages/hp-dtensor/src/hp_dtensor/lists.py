@@ -1,8 +1,9 @@
 """Operators over lists of tensors: the foreach and fused ones that optimizers and clipping are made of.
 
 They do the same to each position of their lists, so each position is laid out on its own: all its tensors like the one
-that is written to (or the first), whatever mesh that is on. Plain tensors and tensors of several meshes may stand in one
-list. The local pieces then go through one call of the operator.
+that is written to (or the first), whatever mesh that is on, and one that is broadcast like what it meets. Plain tensors and
+tensors of several meshes may stand in one list. The local pieces then go through one call of the operator, and what was
+written to after a move is moved back.
 
 Addends that must be combined first (a norm is not linear) are flattened and combined in one collective for each
 mesh, kind and dtype, however many tensors there are.
@@ -26,12 +27,14 @@ from hp_dtensor.dispatch import (
     handles,
     local_of,
     local_on,
+    needs_network,
     refuse_plain,
 )
 from hp_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError
-from hp_dtensor.modes import refuse_communication
-from hp_dtensor.placements import REPLICATE, Placement
+from hp_dtensor.modes import note_moves, refuse_communication
+from hp_dtensor.placements import REPLICATE, Cut, Placement, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
+from hp_dtensor.rules._labels import shard
 from hp_dtensor.rules._registry import aten_ops
 from hp_dtensor.spec import Spec, make_spec, spec_of
 
@@ -105,20 +108,35 @@ def _target(
             f"DTensor laid out as {first.placements}; distribute the plain one like it"
         )
         raise InPlaceError(msg)
-    if len({tuple(tensor.shape) for tensor in tensors if tensor.dim()}) > 1:
-        # Broadcasting inside a list operator: rare, and dims no longer line up; run that position on whole tensors.
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(shape != tuple(first.shape) for shape in shapes) and (
+        any(isinstance(placement, Cut) for placement in first.placements)
+        or torch.broadcast_shapes(*shapes) != first.shape
+    ):
+        # The result has none of the shapes that are laid out, or a layout that says nothing about a dim of size 1.
         return first.with_placements((REPLICATE,) * first.mesh.ndim)
     if first.is_partial and not _keeps_sums(op, tensors, specs, extra):
-        if written:
-            msg = (
-                f"{op}: in-place operations that require placement changes are not supported: it writes to addends "
-                f"{first.placements}, and is not linear; redistribute the tensor first"
-            )
-            raise InPlaceError(msg)
         return first.with_placements(
             tuple(REPLICATE if p.is_partial() else p for p in first.placements)
         )
     return first
+
+
+def _beside(target: Spec, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """How a tensor of *shape* is laid out that is broadcast to one laid out as *target*."""
+    if shape == tuple(target.shape):
+        return target.placements
+    missing = len(target.shape) - len(shape)
+    out: list[Placement] = []
+    for placement in target.placements:
+        dim = shard_dim(placement)
+        if dim is None:
+            out.append(placement)
+        elif dim < missing or shape[dim - missing] != target.shape[dim]:
+            out.append(REPLICATE)
+        else:
+            out.append(shard(dim - missing, int(getattr(placement, "split_factor", 1))))
+    return tuple(out)
 
 
 def _combined(op: OpOverload, jobs: Sequence[tuple[Tensor, Spec, Spec]]) -> list[Tensor]:
@@ -167,6 +185,11 @@ def list_operator(
     full = [i for i in lists if len(cast("Sequence[Tensor]", values[i])) == count]
     extra = [value for i, value in enumerate(values) if i not in lists]
     facts = signature(op)
+    names = list(kwargs)
+    written = {
+        *facts.written,
+        *(len(args) + names.index(n) for n in facts.written_names if n in names),
+    }
     writes = bool(facts.written or facts.written_names)
     filled: list[object] = list(values)
     for i in lists:
@@ -186,25 +209,35 @@ def list_operator(
                     mesh, (REPLICATE,) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype
                 )
             row = cast("list[Tensor]", filled[i])
-            if (
-                spec is None
-                or target is None
-                or spec is target
-                or spec.placements == target.placements
-            ):
+            if spec is None or target is None or spec is target:
+                row[position] = local_of(tensor)
+                continue
+            wanted = _beside(target, tuple(tensor.shape))
+            if spec.placements == wanted:
                 row[position] = local_of(tensor)
             else:
-                moving.append((i, position, spec, spec.with_placements(target.placements)))
+                moving.append((i, position, spec, spec.with_placements(wanted)))
     jobs = [
         (cast("Sequence[Tensor]", values[i])[position], source, goal)
         for i, position, source, goal in moving
     ]
     for (i, position, _, _), local in zip(moving, _combined(op, jobs), strict=True):
         cast("list[Tensor]", filled[i])[position] = local
+    back = [job for job in moving if job[0] in written]
+    for i, _, source, goal in back:
+        if needs_network(goal, source):
+            note_moves(op, ((i, goal, source),))
     filled = [
         _plain_scalar(op, value) if isinstance(value, torch.Tensor) else value for value in filled
     ]
     result = op(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
+    for i, position, source, goal in back:
+        _write_back(
+            cast("Sequence[Tensor]", values[i])[position],
+            cast("Sequence[Tensor]", filled[i])[position],
+            goal,
+            source,
+        )
     if not moving and not any(isinstance(value, torch.Tensor) for value in extra):
         _remember(cls, op, args, kwargs, targets, result)
     if writes:
@@ -213,6 +246,14 @@ def list_operator(
         local if target is None else _wrapped(cls, op, local, target)
         for local, target in zip(cast("Sequence[Tensor]", result), targets, strict=True)
     ]
+
+
+def _write_back(tensor: Tensor, moved: Tensor, goal: Spec, source: Spec) -> None:
+    """Put what was written to *moved*, laid out as *goal*, into *tensor*, laid out as *source*."""
+    piece = redistribute_tensor(
+        moved, source.mesh, tuple(source.shape), goal.placements, source.placements
+    )
+    local_of(tensor).copy_(piece)
 
 
 def _remember(
