@@ -14,6 +14,7 @@ from hp_dtensor import DTensor, Shard
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
+    BoundaryError,
     PlanError,
     UnmatchedKeyError,
     hugging_face_plan,
@@ -166,6 +167,25 @@ def test_styles_of_a_plan_are_read() -> None:
         hugging_face_plan(nn.Linear(2, 2))
     plan = hugging_face_plan(model, loss_parallel=True)
     assert plan["lm_head"].output_layouts == Shard(-1)  # type: ignore[attr-defined]
+
+
+@spmd(world_size=4)
+def test_a_sequence_that_ranks_do_not_divide_is_one_error() -> None:
+    """With sequence parallelism 13 tokens over 4 ranks are refused on every rank before anything is sent; without, they run."""
+    reference = build("llama")
+    ids = torch.randint(0, 34, (2, 13))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    cut, kept = copy.deepcopy(reference), copy.deepcopy(reference)
+    parallelize_module(cut, mesh, hugging_face_plan(cut, sequence_parallel=True))
+    with pytest.raises(BoundaryError, match=r"do not divide 13.*multiple of 4"):
+        step(cut, ids, None)
+    parallelize_module(kept, mesh, hugging_face_plan(kept))
+    torch.testing.assert_close(
+        whole(step(kept, ids, None)[0]),
+        step(reference, ids, None)[0].detach(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 @spmd(world_size=4, timeout=120)

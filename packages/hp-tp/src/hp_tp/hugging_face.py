@@ -41,7 +41,7 @@ from hp_tp.errors import PlanError, UnmatchedKeyError
 from hp_tp.norm import SequenceParallel
 from hp_tp.prepare import PrepareModuleInput, PrepareModuleOutput
 from hp_tp.replicas import LocalReplicas, declared_like
-from hp_tp.seams import LeavingParallel, SharedColumnsParallel
+from hp_tp.seams import EnteringParallel, LeavingParallel, SharedColumnsParallel
 from hp_tp.sharding import LayoutLike, LocalMapConfig, ShardingConfig
 from hp_tp.style import CombinedParallel, ParallelStyle
 from hp_tp.substitution import exchange_attribute, original_class, substitute
@@ -277,7 +277,8 @@ def hugging_face_plan(
         model: the model; what counts is its ``tp_plan`` and the names and sizes of its modules.
         tp_plan: names of styles for module and parameter names, ``*`` standing for a number; the model's own when None.
             Entries of the model's own that it has no module for are left out, entries given here must match.
-        sequence_parallel: whether the residual stream is cut along the sequence between the first layer and the last norm.
+        sequence_parallel: whether the residual stream is cut along the sequence between the first layer and the last norm. Its
+            length must then be a multiple of the number of ranks, or the model raises ``BoundaryError``.
         sequence_dim: the dim of the sequence.
         loss_parallel: whether logits stay a DTensor cut along the vocabulary.
 
@@ -466,15 +467,7 @@ class _Sequence:
         """The entries that are added or replaced."""
         stack = self._stack()
         layers = cast("nn.ModuleList", self.reader.modules[stack])
-        whole, cut = Replicate(), Shard(self.dim)
-        made: dict[str, ParallelStyle] = {
-            f"{stack}.0": PrepareModuleInput(
-                input_layouts=whole,
-                desired_input_layouts=cut,
-                use_local_output=True,
-                leave_others=True,
-            )
-        }
+        made: dict[str, ParallelStyle] = {f"{stack}.0": EnteringParallel(dim=self.dim)}
         for name, layer in layers.named_children():
             made.update(self._layer(f"{stack}.{name}", layer))
         made[self._last_norm(stack)] = LocalReplicas(gathers=self.dim)

@@ -10,6 +10,7 @@ import torch
 from hp_dtensor import Partial, Replicate, Shard, redistribute_local
 from torch import nn
 
+from hp_tp.errors import BoundaryError
 from hp_tp.style import ParallelStyle
 from hp_tp.substitution import substitute
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from hp_tp.substitution import Forward
 
-__all__ = ["LeavingParallel", "SharedColumnsParallel"]
+__all__ = ["EnteringParallel", "LeavingParallel", "SharedColumnsParallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,56 @@ class SharedColumnsParallel(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Leave the parameters as they are."""
         substitute(module, _Columns(device_mesh, self.columns))
+        return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """The first input is whole on every rank, and the module gets a piece of it: a wrapper of its forward."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        if args:
+            return forward(module, self._cut(args[0]), *args[1:], **kwargs)
+        first = next(iter(kwargs))
+        return forward(module, **{**kwargs, first: self._cut(kwargs[first])})
+
+    def _cut(self, value: object) -> Tensor:
+        whole = cast("Tensor", value)
+        length, size = whole.shape[self.dim], self.mesh.size()
+        if length % size:
+            message = (
+                f"sequence parallelism cuts dim {self.dim} of a tensor of shape {tuple(whole.shape)} over {size} ranks, which do "
+                f"not divide {length}, and plain pieces would not tell the whole length. Pad the sequence to a multiple of "
+                f"{size}, or pass sequence_parallel=False (as for generating token by token)"
+            )
+            raise BoundaryError(message)
+        return redistribute_local(whole, self.mesh, (Replicate(),), (Shard(self.dim),))
+
+
+@dataclass(kw_only=True, unsafe_hash=True)
+class EnteringParallel(ParallelStyle):
+    """Give a module a piece of its first input, which is whole on every rank.
+
+    Args:
+        dim: the dim that is cut.
+
+    The module raises ``BoundaryError`` on every rank when the ranks do not divide the dim.
+    """
+
+    dim: int
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Leave the parameters as they are."""
+        substitute(module, _Entering(device_mesh, self.dim))
         return module
 
 
