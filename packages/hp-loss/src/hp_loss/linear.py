@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hp_dtensor import Partial, Replicate, Shard, StridedShard, redistribute_local, to_local
+from hp_dtensor.local import own_piece
 from hp_dtensor.placements import shard_dim
 from hp_mesh.collectives import all_reduce
 from torch import Tensor
@@ -214,7 +215,7 @@ def _local_hidden(hidden: TorchDTensor, layout: LogitsLayout) -> Tensor:
     if source == wanted:
         return to_local(hidden, grad_placements=grads)
     return redistribute_local(
-        to_local(hidden),
+        own_piece(hidden),
         layout.mesh,
         source,
         wanted,
@@ -239,7 +240,7 @@ def _local_bias(
     if source == wanted:
         return to_local(bias, grad_placements=grads)
     return redistribute_local(
-        to_local(bias),
+        own_piece(bias),
         layout.mesh,
         source,
         wanted,

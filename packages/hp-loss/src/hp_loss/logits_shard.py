@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from hp_dtensor import to_local
+from hp_dtensor.local import own_piece
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -80,7 +80,7 @@ def shard_of(
             )
         layout = layout_of(logits, logits.dim() - 1)
         vocabulary = layout.vocabulary
-        logits = to_local(logits)
+        logits = own_piece(logits)
     else:
         vocabulary = vocabulary_of_group(logits.shape[-1], group, vocab_size)
     token_shape = tuple(logits.shape[:-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch.distributed as dist
-from hp_dtensor import to_local
+from hp_dtensor.local import own_piece
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -175,7 +175,7 @@ def _of_dtensor(
         )
     layout = layout_of(logits, class_dim_of_dtensor(logits, target, class_dim))
     loss = local_cross_entropy(
-        to_local(logits),
+        own_piece(logits),
         local_target(target, layout),
         layout.vocabulary,
         options,

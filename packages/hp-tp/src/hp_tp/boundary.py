@@ -27,12 +27,12 @@ from hp_dtensor import (
     redistribute_local,
 )
 from hp_dtensor.layout import resolve
-from hp_dtensor.local import as_ours
+from hp_dtensor.local import as_ours, own_piece
 from hp_dtensor.placements import shard_dim
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_tp.errors import BoundaryError
-from hp_tp.partial_gradient import leave, own_piece
+from hp_tp.partial_gradient import leave
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from hp_dtensor import DTensor, Partial, Placement, Replicate, redistribute_local, to_local
-from hp_dtensor.local import as_ours
+from hp_dtensor.local import as_ours, own_piece
 from hp_dtensor.placements import gradient_placements, normalize_placements, shard_dim
 from hp_mesh import DeviceMesh
 from torch import nn
@@ -27,7 +27,6 @@ from hp_tp._torch import buffers_of, parameters_of
 from hp_tp.boundary import layout_on, map_tensors
 from hp_tp.errors import BoundaryError, PlanError
 from hp_tp.local_states import local_states, owner_of
-from hp_tp.partial_gradient import own_piece
 from hp_tp.placing import is_placed, place_state
 from hp_tp.sharding import (
     LayoutLike,

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from hp_dtensor import Placement, to_local
+from hp_dtensor.local import own_piece
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_tp._torch import buffers_of, parameters_of
-from hp_tp.partial_gradient import own_piece
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

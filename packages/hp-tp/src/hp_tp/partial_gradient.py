@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from hp_dtensor import DTensor, to_local
-from hp_dtensor.placements import gradient_placements, normalize_placements
+from hp_dtensor.local import own_piece
+from hp_dtensor.placements import normalize_placements
 from hp_dtensor.spec import Spec, spec_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
 
-__all__ = ["leave", "own_piece"]
+__all__ = ["leave"]
 
 
 class _Leave(torch.autograd.Function):
@@ -37,12 +38,6 @@ class _Leave(torch.autograd.Function):
             grads[0], spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride
         )
         return grad, None
-
-
-def own_piece(tensor: Tensor) -> Tensor:
-    """This rank's piece of a distributed *tensor*, whose gradients fit together like the tensor."""
-    layout = cast("DTensor", tensor).placements
-    return to_local(tensor, grad_placements=gradient_placements(tuple(layout)))
 
 
 def leave(tensor: Tensor, grad: Placement | None) -> Tensor:
