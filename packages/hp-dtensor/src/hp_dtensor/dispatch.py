@@ -297,12 +297,7 @@ def _numbers_for_a_plain_one(
         return None
     if any(spec is not None and math.prod(spec.shape) != 1 for spec in found.specs):
         return None
-    return [
-        tensor
-        if spec is None
-        else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
-        for tensor, spec in zip(found.tensors, found.specs, strict=True)
-    ]
+    return [whole_of(op, tensor) for tensor in found.tensors]
 
 
 def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | None:
@@ -318,9 +313,7 @@ def _with_single_numbers(op: OpOverload, found: _Arguments) -> list[Tensor] | No
     if any(spec.mesh != first and math.prod(spec.shape) != 1 for spec in known):
         return None
     return [
-        tensor
-        if spec is None or spec.mesh == first
-        else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
+        tensor if spec is None or spec.mesh == first else whole_of(op, tensor)
         for tensor, spec in zip(found.tensors, found.specs, strict=True)
     ]
 
@@ -528,14 +521,7 @@ def _run(
     filled, named = with_tensors(args, kwargs, locals_)
     result = plan.local(*filled, **named)
     for position, source, target in plan.writes_back:
-        moved = redistribute_tensor(
-            locals_[position],
-            plan.mesh,
-            tuple(source.shape),
-            source.placements,
-            target.placements,
-        )
-        local_of(tensors[position]).copy_(moved)
+        write_back(tensors[position], locals_[position], source, target)
     for position in plan.written_copies:
         write_to_base(op, tensors[position])
     if plan.written is not None:
@@ -547,6 +533,14 @@ def _run(
     if plan.copied:
         remember_source(wrapped, op, args, kwargs)
     return wrapped
+
+
+def write_back(tensor: Tensor, moved: Tensor, held: Spec, own: Spec) -> None:
+    """Put what was written to the piece *moved*, laid out as *held*, into *tensor*, laid out as *own*."""
+    piece = redistribute_tensor(
+        moved, held.mesh, tuple(held.shape), held.placements, own.placements
+    )
+    local_of(tensor).copy_(piece)
 
 
 def _refuse_seen(op: OpOverload, plan: Plan, args: Sequence[object]) -> None:
@@ -733,6 +727,14 @@ def local_on(op: OpOverload, tensor: Tensor, source: Spec, target: Spec) -> Tens
     return redistribute_tensor(
         local_of(tensor), source.mesh, tuple(source.shape), source.placements, target.placements
     )
+
+
+def whole_of(op: OpOverload, tensor: Tensor) -> Tensor:
+    """All of *tensor* as a plain one, after a move that nobody asked for; a plain tensor is its own."""
+    spec = spec_of(tensor)
+    if spec is None:
+        return tensor
+    return local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
 
 
 Adviser = Callable[

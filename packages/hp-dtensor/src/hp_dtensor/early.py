@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hp_dtensor._torch import above_autograd
-from hp_dtensor.dispatch import local_on
-from hp_dtensor.placements import REPLICATE
-from hp_dtensor.spec import spec_of
+from hp_dtensor.dispatch import whole_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,12 +30,8 @@ def _tensor_split(
     below: Callable[..., object], x: Tensor, where: Tensor, dim: int = 0
 ) -> Sequence[Tensor]:
     """Each rank reads all the indices, which are few and must be known to give results their shapes."""
-    spec = spec_of(where)
-    if spec is not None:
-        everywhere = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
-        op = torch.ops.aten.tensor_split.tensor_indices_or_sections
-        where = local_on(op, where.detach(), spec, everywhere)
-    return cast("Sequence[Tensor]", below(x, where, dim))
+    whole = whole_of(torch.ops.aten.tensor_split.tensor_indices_or_sections, where.detach())
+    return cast("Sequence[Tensor]", below(x, whole, dim))
 
 
 def _loss(

@@ -29,6 +29,8 @@ from hp_dtensor.dispatch import (
     local_on,
     needs_network,
     refuse_plain,
+    whole_of,
+    write_back,
 )
 from hp_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError
 from hp_dtensor.modes import note_moves, refuse_communication
@@ -228,11 +230,11 @@ def list_operator(
         if needs_network(goal, source):
             note_moves(op, ((i, goal, source),))
     filled = [
-        _plain_scalar(op, value) if isinstance(value, torch.Tensor) else value for value in filled
+        whole_of(op, value) if isinstance(value, torch.Tensor) else value for value in filled
     ]
     result = op(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
     for i, position, source, goal in back:
-        _write_back(
+        write_back(
             cast("Sequence[Tensor]", values[i])[position],
             cast("Sequence[Tensor]", filled[i])[position],
             goal,
@@ -246,14 +248,6 @@ def list_operator(
         local if target is None else _wrapped(cls, op, local, target)
         for local, target in zip(cast("Sequence[Tensor]", result), targets, strict=True)
     ]
-
-
-def _write_back(tensor: Tensor, moved: Tensor, goal: Spec, source: Spec) -> None:
-    """Put what was written to *moved*, laid out as *goal*, into *tensor*, laid out as *source*."""
-    piece = redistribute_tensor(
-        moved, source.mesh, tuple(source.shape), goal.placements, source.placements
-    )
-    local_of(tensor).copy_(piece)
 
 
 def _remember(
@@ -305,16 +299,6 @@ def _is_tensor_list(value: object) -> bool:
     )
 
 
-def _plain_scalar(op: OpOverload, tensor: Tensor) -> Tensor:
-    """A single tensor beside the lists (a step size, a scale) as a local value."""
-    spec = spec_of(tensor)
-    return (
-        tensor
-        if spec is None
-        else local_on(op, tensor, spec, spec.with_placements((REPLICATE,) * spec.mesh.ndim))
-    )
-
-
 add_handler_family(("aten::_foreach_", "aten::_fused_"), list_operator)
 
 
@@ -357,8 +341,8 @@ def _unscale(
     grads, found = cast("Sequence[Tensor]", args[0]), cast("Tensor", args[1])
     op(
         [local_of(grad) for grad in grads],
-        _plain_scalar(op, found),
-        _plain_scalar(op, cast("Tensor", args[2])),
+        whole_of(op, found),
+        whole_of(op, cast("Tensor", args[2])),
         **kwargs,
     )
     flag = local_of(found)
