@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -57,6 +58,8 @@ class Hit:
     """Whether results may share memory with an argument."""
     constants: bool = False
     """Whether no argument that is passed by name is a tensor or a list."""
+    as_list: bool = False
+    """Whether what is returned is one list of tensors."""
 
 
 class _Count:
@@ -198,6 +201,8 @@ def remember(cls: type, args: Sequence[object], kwargs: Mapping[str, object], hi
     if key is None:
         return
     hit.constants = not any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values())
+    returns = schema_of(hit.op).returns
+    hit.as_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
     with _lock:
         evicted.calls += keep(_hits, MAX_HITS, key, hit)
 
@@ -309,6 +314,8 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
             return wrap_one(cls, result, hit.single, False)  # type: ignore[arg-type]  # the spec says it is a tensor
         if hit.returned is not None:
             return args[hit.returned]
+        if hit.as_list:
+            return list(map(wrap_one, repeat(cls), result, hit.outputs, repeat(False)))  # type: ignore[call-overload]  # a list
         return wrap(cls, hit.outputs, result) if hit.outputs else None
 
     _counts.append(answered)
