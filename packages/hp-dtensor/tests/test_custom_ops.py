@@ -18,6 +18,7 @@ from hp_dtensor import (
     custom_shard,
     distribute_tensor,
     parallelize_value_and_grad,
+    register_sharding,
 )
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
@@ -233,3 +234,53 @@ def test_value_and_gradients_are_those_of_one_device() -> None:
         for function, sens in ((loss, [1.0]), (two, [1.0]), (two, 1.0)):
             with pytest.raises(TypeError, match="sens="):
                 parallelize_value_and_grad(function, dw, sens)(dx)  # type: ignore[arg-type]
+
+
+@spmd(world_size=2)
+def test_a_rule_may_list_all_arguments_of_an_operator_without_results() -> None:
+    """Placements in the order of the schema, whichever arguments a call passes, and none for results that are not there."""
+    mesh = init_device_mesh("cpu", (2,))
+    library = torch.library.Library("hp_test_lists", "FRAGMENT")
+    library.define(
+        "add_rows(Tensor x, Tensor(a!) y, Tensor index, Tensor? scale=None, bool twice=False, *, float by=1.0) -> ()"
+    )
+
+    def add_rows(
+        x: torch.Tensor,
+        y: torch.Tensor,
+        index: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        twice: bool = False,
+        *,
+        by: float = 1.0,
+    ) -> None:
+        y.index_add_(0, index, x if scale is None else x * scale, alpha=by * (1 + twice))
+
+    library.impl("add_rows", add_rows, "CompositeExplicitAutograd")
+
+    @register_sharding(torch.ops.hp_test_lists.add_rows.default)
+    def _columns(*values: object, **_named: object) -> list[object]:
+        scaled = len(values) > 3 and values[3] is not None
+        return [([], [Shard(1), Shard(1), R, R if scaled else None, None, None])]
+
+    x, index, scale = torch.randn(3, 6), torch.tensor([0, 2, 4]), torch.randn(3, 1)
+    for given, named in (
+        ((), {}),
+        ((scale,), {}),
+        ((None, True), {}),
+        ((), {"by": 0.5}),
+        ((scale, True), {"by": 0.5}),
+        ((), {"by": 2.0, "scale": scale}),
+    ):
+        y = torch.randn(5, 6)
+        cut = distribute_tensor(y, mesh, [Shard(1)])
+        laid = distribute_tensor(x, mesh, [Shard(1)]), cut, distribute_tensor(index, mesh, [R])
+
+        def whole(value: object) -> object:
+            tensor = isinstance(value, torch.Tensor)
+            return distribute_tensor(value, mesh, [R]) if tensor else value
+
+        op = torch.ops.hp_test_lists.add_rows
+        op(*laid, *map(whole, given), **{key: whole(value) for key, value in named.items()})
+        add_rows(x, y, index, *given, **named)
+        torch.testing.assert_close(cut.full_tensor(), y)

@@ -48,9 +48,11 @@ def _inputs(call: OpCall, tree: Sequence[PlacementTree]) -> tuple[Placement, ...
     tensors = [isinstance(value, TensorMeta) for value in _values(call)]
     if len(given) == len(call.tensors) and all(placement is not None for placement in given):
         return tuple(placement for placement in given if placement is not None)
+    if len(given) > len(tensors):
+        given = _passed(call, given)
     given += [None] * (
         len(tensors) - len(given)
-    )  # trailing arguments that are no tensors may be left out
+    )  # trailing ones that are no tensors may be left out
     out = tuple(
         placement
         for placement, is_tensor in zip(given, tensors, strict=False)
@@ -63,6 +65,15 @@ def _inputs(call: OpCall, tree: Sequence[PlacementTree]) -> tuple[Placement, ...
         )
         raise ValueError(msg)
     return out
+
+
+def _passed(call: OpCall, given: list[Placement | None]) -> list[Placement | None]:
+    """Of placements for all arguments that the operator has, those of the arguments that the call passes."""
+    names = [argument.name for argument in schema_of(call.op).arguments]
+    named = dict(zip(names, given, strict=False))
+    passed = [*names[: len(call.args)], *call.kwargs]
+    left = any(placement is not None for name, placement in named.items() if name not in passed)
+    return given if len(given) > len(names) or left else [named.get(name) for name in passed]
 
 
 def _with_written(call: OpCall) -> OpCall:
@@ -107,7 +118,9 @@ def register_sharding(op: OpOverload | Iterable[OpOverload]) -> Callable[[Shardi
             full = _with_written(call)
             for outputs, inputs in function(*full.args, **full.kwargs):
                 placements = _inputs(full, inputs)
-                yield Strategy(tuple(_leaves(outputs)), placements[: len(call.tensors)])
+                # What an operator without results gives counts as one, of no placement.
+                results = tuple(_leaves(outputs)) or (None,) * len(call.outputs)
+                yield Strategy(results, placements[: len(call.tensors)])
 
         register_rule(op, rule, overwrite=True)
         return function
