@@ -118,6 +118,26 @@ def test_a_replicated_leaf_whose_gradients_nobody_adds_up_warns() -> None:
 
 
 @spmd(world_size=2)
+def test_strict_refuses_a_replicated_leaf_whose_gradients_nobody_adds_up() -> None:
+    """At the call, on every rank, and in none of the cases in which the gradient's layout is known."""
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = distribute_tensor(torch.ones(4), mesh, [R]).requires_grad_()
+    cut = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    with strict():
+        with pytest.raises(LayoutError, match=r"grad_placements=\[Partial\(\)\]"):
+            leaf.to_local()
+        leaf.to_local(grad_placements=[Partial()]).sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        _close(leaf.grad, torch.full((4,), 2.0))
+        leaf.detach().to_local()
+        (leaf * 2).to_local().sum().backward()
+        cut.to_local().sum().backward()
+        leaf.full_tensor().sum().backward()
+        with torch.no_grad():
+            leaf.to_local()
+
+
+@spmd(world_size=2)
 def test_a_partial_value_has_a_replicated_gradient() -> None:
     """Leaving as addends and coming back does not multiply the gradient."""
     mesh = init_device_mesh("cpu", (2,))

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from hp_dtensor import replicas
 from hp_dtensor._torch import new_dtensor
 from hp_dtensor.errors import LayoutError, RedistributeError
+from hp_dtensor.modes import is_strict
 from hp_dtensor.placements import Cut, Partial, Placement, gradient_placements, shard_dim
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_of
@@ -119,8 +120,12 @@ class _ToLocal(torch.autograd.Function):
         if replicas.watching():
             name = f"the gradient of {ctx.name}"  # type: ignore[attr-defined]  # set in forward
             replicas.compare(grad, source.mesh, held, "backward of to_local()", name)
-        elif ctx.leaf and ctx.grad_placements is None:  # type: ignore[attr-defined]  # set in forward
-            _warn_of_lost_sums(source)
+        elif (
+            ctx.leaf  # type: ignore[attr-defined]  # set in forward
+            and ctx.grad_placements is None  # type: ignore[attr-defined]  # as above
+            and (unstated := _unstated_gradient(source))
+        ):
+            warnings.warn(unstated, stacklevel=2)
         out = from_local(ctx.cls, grad, source.mesh, held, source.shape, source.stride, None)  # type: ignore[attr-defined]  # set in forward
         # What a leaf keeps is laid out like it. Elsewhere addends stay addends: a move that came before this one scatters
         # their sum, and combining them here would send every element twice.
@@ -130,17 +135,17 @@ class _ToLocal(torch.autograd.Function):
         return out, None, None
 
 
-def _warn_of_lost_sums(leaf: Spec) -> None:
-    """Warn if the gradients of a leaf's replicas are added up by nobody, and nobody said that they are equal."""
+def _unstated_gradient(leaf: Spec) -> str | None:
+    """What is wrong with taking the piece of a leaf if the gradients of its replicas are added up by nobody; or None."""
     pairs = zip(leaf.mesh.shape, leaf.placements, strict=True)
-    if any(size > 1 and placement.is_replicate() for size, placement in pairs):
-        warnings.warn(
-            f"to_local() took a replicated leaf of shape {tuple(leaf.shape)}, laid out as {leaf.placements}, into plain code, and "
-            "the gradient that comes back counts as the same on every rank. If ranks used it for different data (their own "
-            "tokens), pass grad_placements=[Partial()] for that axis, or their gradients are never added up; if all computed "
-            "the same, pass grad_placements=[Replicate()] to say so. hp_dtensor.check_replicas() finds which it is",
-            stacklevel=2,
-        )
+    if all(size == 1 or not placement.is_replicate() for size, placement in pairs):
+        return None
+    return (
+        f"to_local() took a replicated leaf of shape {tuple(leaf.shape)}, laid out as {leaf.placements}, into plain code, and "
+        "the gradient that comes back counts as the same on every rank. If ranks used it for different data (their own "
+        "tokens), pass grad_placements=[Partial()] for that axis, or their gradients are never added up; if all computed "
+        "the same, pass grad_placements=[Replicate()] to say so. hp_dtensor.check_replicas() finds which it is"
+    )
 
 
 class _FromLocal(torch.autograd.Function):
@@ -232,6 +237,15 @@ def to_local(cls: type, tensor: Tensor, grad_placements: Placements | None) -> T
     """This rank's piece of *tensor* as a plain tensor; its gradient is wrapped again, laid out like the tensor."""
     if not torch.is_grad_enabled():
         return cast("Tensor", tensor._local_tensor)  # type: ignore[attr-defined]  # every DTensor has one
+    if (
+        grad_placements is None
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not is_dynamo_compiling()
+        and is_strict()
+        and (unstated := _unstated_gradient(_spec(tensor)))
+    ):
+        raise LayoutError(f"inside hp_dtensor.strict(): {unstated}")
     return cast("Tensor", _ToLocal.apply(tensor, cls, grad_placements))
 
 

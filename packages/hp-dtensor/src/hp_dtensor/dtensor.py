@@ -312,7 +312,8 @@ class DTensor(TorchDTensor):
         Args:
             grad_placements: how the gradients that the ranks will bring back fit together. By default like the tensor
                 itself (Replicate for a Partial one): say ``Partial()`` on an axis where each rank uses its replica for
-                other data, or the replicas' gradients are never added up. A backward that comes to a replicated leaf by a call that said nothing warns.
+                other data, or the replicas' gradients are never added up. A backward that comes to a replicated leaf by a
+                call that said nothing warns; inside :func:`hp_dtensor.strict` the call raises.
         """
         grad = (
             None

@@ -64,10 +64,12 @@ def implicit_replication() -> Iterator[None]:
 def strict() -> Iterator[None]:
     """Inside, an operator that would communicate without being asked raises instead.
 
-    What is written out (``redistribute``, ``full_tensor``, ``to_local``, ``from_local``) may communicate.
+    What is written out (``redistribute``, ``full_tensor``, ``to_local``, ``from_local``) may communicate. What is left
+    unsaid raises too: ``to_local()`` of a replicated leaf, such as the weights of a router, without ``grad_placements``.
 
     Raises:
         ImplicitCommunicationError: naming the operator, the layouts it met and the ones it would have moved to.
+        LayoutError: from ``to_local()``, if nothing says how the gradients of a leaf's replicas fit together.
 
     Example:
         >>> import hp_dtensor
