@@ -23,13 +23,13 @@ pages do not promise is `Support.UNDOCUMENTED`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
-from hp_mesh import BackendError, collectives
+from hp_mesh import BackendError, backends, collectives
 from hp_mesh.backends import Capability, Collective, Reduction, Support
 
 from hp_npu.probe import initialised_device_name
@@ -51,77 +51,16 @@ __all__ = [
 
 # --- the table ----------------------------------------------------------------------------------
 
-_SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_BYTES = frozenset({torch.uint8, torch.bool})
-_REDUCED = _SIGNED | _FLOATS
-_MOVED = (
-    _REDUCED
-    | _BYTES
-    | {torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.complex64}
-    | {torch.float8_e4m3fn, torch.float8_e5m2}
+HCCL: Capability = backends.HCCL
+"""HCCL up to the 910 family, as hp-mesh describes it; a communicator has a send and a receive buffer of 200 MiB."""
+
+HCCL_ASCEND950: Capability = replace(
+    HCCL,
+    reduces={
+        collective: known | {torch.float64, torch.uint64}
+        for collective, known in HCCL.reduces.items()
+    },
 )
-
-_MOVES: Mapping[Collective, frozenset[torch.dtype]] = MappingProxyType(
-    {
-        Collective.ALL_GATHER: _MOVED,
-        Collective.ALL_TO_ALL: _MOVED,
-        Collective.BROADCAST: _MOVED,
-        Collective.SEND: _MOVED,
-    }
-)
-_PROMISED: Mapping[Collective, frozenset[torch.dtype]] = MappingProxyType(
-    {
-        Collective.ALL_REDUCE: _FLOATS | {torch.int32, torch.int64, torch.bool},
-        Collective.REDUCE_SCATTER: _FLOATS | {torch.int8, torch.int32},
-        Collective.ALL_GATHER: _FLOATS | {torch.int8, torch.int32, torch.bool},
-        Collective.ALL_TO_ALL: frozenset({torch.float32}),
-    }
-)
-_REDUCTIONS: Mapping[Reduction, Support] = MappingProxyType(
-    {
-        Reduction.SUM: Support.NATIVE,
-        Reduction.MIN: Support.NATIVE,
-        Reduction.MAX: Support.NATIVE,
-        Reduction.PRODUCT: Support.NATIVE,
-        Reduction.AVG: Support.EMULATED,
-        Reduction.PREMUL_SUM: Support.EMULATED,
-        Reduction.BAND: Support.UNSUPPORTED,
-        Reduction.BOR: Support.UNSUPPORTED,
-        Reduction.BXOR: Support.UNSUPPORTED,
-    }
-)
-_COMMUNICATOR_BYTES = 400 * 2**20
-
-
-def _capability(more: frozenset[torch.dtype]) -> Capability:
-    return Capability(
-        name="hccl",
-        device_type="npu",
-        moves=_MOVES,
-        reduces=MappingProxyType(
-            {
-                Collective.ALL_REDUCE: _REDUCED | _BYTES | {torch.complex64} | more,
-                Collective.REDUCE: _REDUCED | _BYTES | more,
-                Collective.REDUCE_SCATTER: _REDUCED | more,
-            }
-        ),
-        reductions=_REDUCTIONS,
-        documented=_PROMISED,
-        supports_splitting=False,
-        supports_coalescing=True,
-        uneven="single_node",
-        needs_contiguous=True,
-        zero_dim_all_to_all=False,
-        premul_mutates_input=True,
-        communicator_bytes=_COMMUNICATOR_BYTES,
-    )
-
-
-HCCL: Capability = _capability(frozenset())
-"""HCCL up to the 910 family; a communicator has a send and a receive buffer of 200 MiB."""
-
-HCCL_ASCEND950: Capability = _capability(frozenset({torch.float64, torch.uint64}))
 """HCCL on Ascend 950 devices, which also reduce float64 and uint64."""
 
 
