@@ -34,6 +34,9 @@ def test_a_tensor_is_split_at_distributed_indices() -> None:
         pieces[1].sum().backward()
         assert isinstance(x.grad, DTensor)
         assert x.grad.full_tensor()[:, 0].tolist() == [0, 0, 1, 1, 1, 0, 0]
+    for wrong in (where.int(), where.view(2, 1)):
+        with pytest.raises(RuntimeError, match="tensor_indices_or_sections"):
+            torch.tensor_split(x, distribute_tensor(wrong, mesh, [R]))
 
 
 def test_tensors_of_other_kinds_are_split_as_ever() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hp_dtensor import _torch as seam
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,6 +37,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 R = Replicate()
 
@@ -485,11 +489,44 @@ def test_moves_compile_inside_the_graph() -> None:
 
 
 def test_a_kernel_above_autograd_is_for_subclasses_alone() -> None:
-    """The key of snapshots lies above autograd, and plain tensors lack it; left out, the operator is as ever."""
+    """The key of snapshots lies above autograd; plain tensors lack it, and what is left of an operator's keys."""
     key = torch._C.DispatchKey.PythonTLSSnapshot
     op = torch.ops.aten.tensor_split.tensor_indices_or_sections
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
     plain = torch.arange(4.0, requires_grad=True)
     assert not torch._C._dispatch_keys(plain).has(key)
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-        assert [len(part) for part in op(plain, torch.tensor([1]))] == [1, 3]
+    assert not seam._BELOW_SNAPSHOTS.has(key)
+    assert seam._BELOW_SNAPSHOTS.has(torch._C.DispatchKey.AutogradCPU)
+    assert seam._BELOW_SNAPSHOTS.has(torch._C.DispatchKey.Python)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_other_subclasses_go_on_below_our_kernel(inference: bool) -> None:
+    """Fake tensors, other classes and modes split at a tensor of indices as without us, and autograd sees it."""
+    x, at = torch.arange(6.0), torch.tensor([2, 3])
+    with torch.inference_mode(inference):
+        pair = TwoTensor(x.clone(), x.clone()).requires_grad_(not inference)
+        parts = torch.tensor_split(pair, at)
+        assert [type(part) for part in parts] == [TwoTensor] * 3
+        assert [part.a.tolist() for part in parts] == [[0, 1], [2], [3, 4, 5]]
+        with Counting() as mode:
+            assert [len(part) for part in torch.tensor_split(x, at)] == [2, 1, 3]
+        assert mode.count
+    if inference:
+        return
+    parts[1].sum().backward()
+    assert pair.grad.b.tolist() == [0, 0, 1, 0, 0, 0]
+    with FakeTensorMode() as fakes:
+        assert [len(part) for part in torch.tensor_split(fakes.from_tensor(x), at)] == [2, 1, 3]
+    split = torch.compile(lambda t: torch.tensor_split(t, at)[1] + 1, backend="aot_eager")
+    assert split(x).tolist() == [3]

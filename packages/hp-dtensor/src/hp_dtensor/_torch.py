@@ -410,35 +410,52 @@ def write_seed_field(generator: torch.Generator, value: int) -> None:
 _library = torch.library.Library("hp_dtensor", "FRAGMENT")
 
 
+# What is left of an operator's keys once its snapshot of thread-local state is taken.
+_BELOW_SNAPSHOTS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
 def above_autograd(
     namespace: str, name: str
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Let the decorated function answer an operator for distributed tensors, before autograd sees it.
 
-    It gets the operator as it would have run, then the arguments of the call. One that this torch lacks is never called. The
-    dispatch key is one that tensor subclasses alone carry, so that plain tensors do not pay; other subclasses go on as before.
+    It gets the arguments of the call. One that this torch lacks is never called. The dispatch key is one that tensor
+    subclasses alone carry, so that plain tensors do not pay; other subclasses go on as before.
     """
-    key = torch._C.DispatchKey.PythonTLSSnapshot
     library = torch.library.Library(namespace, "IMPL")
     _libraries.append(library)
     packet, _, overload = name.partition(".")
 
     def register(function: Callable[..., object]) -> Callable[..., object]:
-        def kernel(*args: object, **kwargs: object) -> object:
-            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-
-            def below(*args: object, **kwargs: object) -> object:
-                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-                    return op(*args, **kwargs)
-
+        def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
             if any(isinstance(value, TorchDTensor) for value in (*args, *kwargs.values())):
-                return function(below, *args, **kwargs)
-            return below(*args, **kwargs)
+                return function(*args, **kwargs)
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            return _below_snapshots(op, keys, args, kwargs)
 
-        library.impl(name, kernel, "PythonTLSSnapshot")
+        library.impl(name, kernel, "PythonTLSSnapshot", with_keyset=True)
         return function
 
     return register
+
+
+def _below_snapshots(
+    op: OpOverload,
+    keys: torch._C.DispatchKeySet,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> object:
+    """Go on with a call that met our kernel, without the key of it and without hiding the key from the operators inside.
+
+    Torch 2.12 wants the snapshot that our kernel stands in for where an operator goes straight to ``__torch_dispatch__``,
+    as under ``inference_mode``. It says so before anything has run; there the operator falls apart first.
+    """
+    try:
+        return op.redispatch(keys & _BELOW_SNAPSHOTS, *args, **kwargs)
+    except RuntimeError as error:
+        if "tls_on_entry" not in str(error) or not op._can_decompose():
+            raise
+    return op.decompose(*args, **kwargs)
 
 
 _libraries: list[torch.library.Library] = []

@@ -10,7 +10,7 @@ Not taken: ``__torch_function__``, which sees every call of a program, and costs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,21 +20,20 @@ from hp_dtensor._torch import above_autograd
 from hp_dtensor.dispatch import whole_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__: list[str] = []
 
 
 @above_autograd("aten", "tensor_split.tensor_indices_or_sections")
-def _tensor_split(
-    below: Callable[..., object], x: Tensor, where: Tensor, dim: int = 0
-) -> Sequence[Tensor]:
+def _tensor_split(x: Tensor, where: Tensor, dim: int = 0) -> Sequence[Tensor]:
     """Each rank reads all the indices, which are few and must be known to give results their shapes."""
     whole = whole_of(torch.ops.aten.tensor_split.tensor_indices_or_sections, where.detach())
     if whole.dtype != torch.int64 or whole.dim() > 1:
-        return cast("Sequence[Tensor]", below(x, whole, dim))  # which words the error
+        plain = torch.empty(x.shape, device="meta")
+        return torch.tensor_split(plain, whole, dim)  # which words the error
     at = whole.tolist()
-    return cast("Sequence[Tensor]", torch.tensor_split(x, at, dim))
+    return torch.tensor_split(x, at, dim)
 
 
 def _loss(
@@ -63,7 +62,6 @@ def _loss(
 
 @above_autograd("torch_nn", "_linear_cross_entropy_batch_chunked")
 def _chunked(
-    _below: Callable[..., object],
     x: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -85,7 +83,6 @@ def _chunked(
 
 @above_autograd("torch_nn", "_linear_cross_entropy_batch_chunked_no_reduction")
 def _chunked_each(
-    _below: Callable[..., object],
     x: Tensor,
     weight: Tensor,
     target: Tensor,
