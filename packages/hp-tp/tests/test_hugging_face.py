@@ -44,6 +44,7 @@ def build(name: str, **changes: Any) -> nn.Module:
     """A small model of a family, equal on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    implementation = changes.pop("experts_implementation", None)
     config: Any
     if name == "mixtral":
         config = transformers.MixtralConfig(
@@ -58,7 +59,9 @@ def build(name: str, **changes: Any) -> nn.Module:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, **({"experts_implementation": implementation} if implementation else {})
+        )
     for parameter in model.parameters():  # norms away from one, and weights large enough to matter
         nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
     return model.train()
@@ -76,13 +79,21 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def check_training(
-    name: str, size: int, *, sequence_parallel: bool, length: int = 8, **changes: Any
+    name: str,
+    size: int,
+    *,
+    sequence_parallel: bool,
+    expert_parallel: bool = False,
+    length: int = 8,
+    **changes: Any,
 ) -> None:
     """Compare logits, loss, every gradient and the parameters after five steps with one device."""
     reference = build(name, **changes)
     model: Any = copy.deepcopy(reference)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    plan = hugging_face_plan(model, sequence_parallel=sequence_parallel)
+    plan = hugging_face_plan(
+        model, expert_parallel=expert_parallel, sequence_parallel=sequence_parallel
+    )
     parallelize_module(model, mesh, plan)
     ids = torch.randint(0, 34, (5, 2, length))
     mask = torch.ones(2, length, dtype=torch.long)
@@ -137,6 +148,47 @@ def test_training_equals_one_device(name: str, sequence_parallel: bool, size: in
     run()
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_whole_experts_train_like_one_device(
+    name: str, sequence_parallel: bool, implementation: str
+) -> None:
+    """By the model's own ``ep_plan`` each of two ranks has two of four experts, run one by one or together."""
+
+    @spmd(world_size=2, timeout=120)
+    def run() -> None:
+        check_training(
+            name,
+            2,
+            sequence_parallel=sequence_parallel,
+            expert_parallel=True,
+            experts_implementation=implementation,
+        )
+
+    run()
+
+
+@spmd(world_size=4)
+def test_a_rank_without_tokens_has_part_in_the_sum() -> None:
+    """One token goes to two of four experts, one expert a rank: the others give zeros, and gradients of zero."""
+    reference: Any = build("mixtral")
+    model: Any = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, hugging_face_plan(model, expert_parallel=True))
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.placements == (Shard(0),)
+    assert experts.gate_up_proj.to_local().shape[0] == experts.num_experts == 1
+    ids = torch.randint(0, 34, (1, 1))
+    outputs = [each(input_ids=ids, use_cache=False).logits for each in (model, reference)]
+    torch.testing.assert_close(whole(outputs[0]), outputs[1].detach(), rtol=1e-4, atol=1e-5)
+    for output in outputs:
+        output.square().sum().backward()
+    right = reference.model.layers[0].mlp.experts.down_proj.grad
+    torch.testing.assert_close(whole(experts.down_proj.grad), right, rtol=1e-4, atol=1e-5)
+    assert (right.flatten(1) == 0).all(1).sum() == 2
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tied_tables_train_like_one_device(sequence_parallel: bool) -> None:
     """The embedding and the head are one parameter, cut by the vocabulary, which three ranks do not divide."""
@@ -165,6 +217,23 @@ def test_styles_of_a_plan_are_read() -> None:
         hugging_face_plan(model, {"lm_haed": "colwise"})
     with pytest.raises(PlanError, match="Linear has no tp_plan"):
         hugging_face_plan(nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="LlamaForCausalLM has no ep_plan"):
+        hugging_face_plan(model, expert_parallel=True)
+    experts = build("mixtral")
+    named = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+    with pytest.raises(PlanError, match="none of its parameters has 'grouped_gemm'"):
+        hugging_face_plan(experts, ep_plan=named)
+    with pytest.raises(UnmatchedKeyError, match=r"did you mean 'model.layers.\*.mlp.experts"):
+        hugging_face_plan(experts, ep_plan={"model.layers.*.mlp.expert": "ep_dispatch_experts"})
+    old = {
+        "model.layers.*.mlp.gate": "ep_router",
+        "model.layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
+        "model.layers.*.mlp.experts.down_proj": "grouped_gemm",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+    }
+    assert hugging_face_plan(experts, ep_plan=old) == hugging_face_plan(
+        experts, expert_parallel=True
+    )
     plan = hugging_face_plan(model, loss_parallel=True)
     assert plan["lm_head"].output_layouts == Shard(-1)  # type: ignore[attr-defined]
 
@@ -177,7 +246,9 @@ def test_a_sequence_that_ranks_do_not_divide_is_one_error() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     cut, kept = copy.deepcopy(reference), copy.deepcopy(reference)
     parallelize_module(cut, mesh, hugging_face_plan(cut, sequence_parallel=True))
-    with pytest.raises(BoundaryError, match=r"do not divide 13.*multiple of 4"):
+    with pytest.raises(
+        BoundaryError, match=r"has 13 elements in dim 1, which 4 ranks.*multiple of 4"
+    ):
         step(cut, ids, None)
     parallelize_module(kept, mesh, hugging_face_plan(kept))
     torch.testing.assert_close(

@@ -150,8 +150,21 @@ def _recorded(value: Tensor) -> bool:
     return value.requires_grad and torch.is_grad_enabled()
 
 
-def check_even(placement: Placement, shape: Sequence[int], mesh: DeviceMesh, where: str) -> None:
+def check_even(
+    placement: Placement,
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    where: str,
+    otherwise: str = "set use_local_output=False so that the output is a DTensor, which knows it",
+) -> None:
     """Refuse to hand out a plain shard of a dim that does not divide: what takes it could not tell the whole size.
+
+    Args:
+        placement: of the shard.
+        shape: of the whole.
+        mesh: the one axis.
+        where: what the whole is, for the error.
+        otherwise: what to do if it cannot be padded.
 
     Raises:
         BoundaryError: when *placement* cuts a dim of *shape* unevenly.
@@ -162,8 +175,7 @@ def check_even(placement: Placement, shape: Sequence[int], mesh: DeviceMesh, whe
         return
     message = (
         f"{where} has {shape[dim]} elements in dim {dim}, which {size} ranks do not divide; as a plain tensor a piece would "
-        f"not tell the whole size. Pad to a multiple of {size}, or set use_local_output=False so that the output is a "
-        "DTensor, which knows it."
+        f"not tell the whole size. Pad to a multiple of {size}, or {otherwise}."
     )
     raise BoundaryError(message)
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model's own ``tp_plan`` as a plan of ours, and our styles under names that its library reads.
+"""A Hugging Face model's own ``tp_plan`` and ``ep_plan`` as a plan of ours, and our styles under names that its library reads.
 
 A ``tp_plan`` gives modules and parameters names of styles. What a name means there is kept: values between modules are plain,
 and whole unless a column-parallel layer cut them. Kept as well is what is silent there: modules that no name covers run whole
@@ -9,6 +9,11 @@ does not divide is one error. With sequence parallelism the residual stream of e
 begins at the first layer and ends at the last norm, since what is between the embedding and the layers (positions, masks) is
 computed from the whole length.
 
+Experts are cut each by its features, which is what a ``tp_plan`` says, or shared out whole, which is what an ``ep_plan`` says. All
+ranks have all tokens either way: they are those of the attention before. So whole experts need no tokens sent: each rank runs
+its own on the tokens that are for them, and the outputs are added up. Over ranks with tokens of their own they travel, which is
+:class:`hp_tp.ExpertParallel`, or the library's own style for its loader; that is why its names are not registered for it.
+
 The library itself is needed only by :func:`register_with_transformers`.
 """
 
@@ -17,7 +22,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -96,6 +101,8 @@ _NAMES = (
     *("sequence_parallel", "all_reduce"),
     *_SPECIAL,
 )
+_EXPERT_NAMES = ("grouped_gemm", "ep_dispatch_experts", "ep_router")
+"""What an ``ep_plan`` calls a stacked parameter, its module and, in older ones, the router, which needs nothing from us."""
 
 
 def _cut(style: str, ndim: int) -> Placement:
@@ -111,6 +118,8 @@ def _cut(style: str, ndim: int) -> Placement:
         return StridedShard(ndim - 1, split_factor=2) if ndim > 1 else Replicate()
     if style in ("replicate", "sequence_parallel"):
         return Replicate()
+    if style == "grouped_gemm":
+        return Shard(0)
     message = f"style {style!r} is for a module, and the plan gives it to a parameter"
     raise PlanError(message)
 
@@ -123,14 +132,16 @@ class PackedParallel(ParallelStyle):
         cuts: how each parameter is cut; those without an entry are replicas.
         reduces: whether the first and the third input are whole (tokens and weights of routes, a list of experts between
             them) and each rank's output is an addend.
+        chooses: whether experts are whole, and each rank runs its own: what goes to others is left out.
     """
 
     lays_out: ClassVar[bool] = True
     cuts: Mapping[str, Placement]
     reduces: bool = False
+    chooses: bool = False
 
     def __hash__(self) -> int:
-        return hash((tuple(self.cuts.items()), self.reduces))
+        return hash((tuple(self.cuts.items()), self.reduces, self.chooses))
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Refuse parameters that the number of ranks does not divide, and replicas that would be added up."""
@@ -171,6 +182,8 @@ class PackedParallel(ParallelStyle):
             config = ShardingConfig(state_shardings=states, local_map=LocalMapConfig())
             return declared_like(config, self).apply(module, device_mesh)
         names = list(inspect.signature(module.forward).parameters)
+        if self.chooses:
+            self._choose(module, device_mesh, names)
         config = ShardingConfig(
             state_shardings=states,
             in_src_shardings=dict.fromkeys((*names[:1], *names[2:3]), _R),
@@ -180,6 +193,15 @@ class PackedParallel(ParallelStyle):
             use_local_output=True,
         )
         return declared_like(config, self).apply(module, device_mesh)
+
+    def _choose(self, module: nn.Module, mesh: DeviceMesh, names: list[str]) -> None:
+        """Have the forward count this rank's experts, and give it their routes only."""
+        stacked = next(iter(self.cuts))
+        count = parameters_of(module)[stacked].shape[0] // mesh.size()  # type: ignore[union-attr]  # the plan has found it
+        for attribute, value in (("num_experts", count), ("_is_expert_parallel", True)):
+            if hasattr(module, attribute):  # names that the library's forwards read
+                exchange_attribute(module, attribute, value)
+        substitute(module, _OwnRoutes(mesh.get_local_rank(), count, tuple(names[:3])))
 
     def _keep_kernels_aligned(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Have the experts run one by one where a piece's rows are too short for the kernel that runs them together."""
@@ -199,6 +221,32 @@ class PackedParallel(ParallelStyle):
 
 _KERNEL_ALIGNMENT = 16
 """Bytes that a grouped matrix product wants rows to be a multiple of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnRoutes:
+    """Experts get the routes to this rank's, and all others lead behind the last with weight zero: a wrapper of their forward."""
+
+    rank: int
+    count: int
+    """How many experts a rank has."""
+    names: tuple[str, ...]
+    """Of the tokens, the experts that each goes to, and the weights of these."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        tokens, routes, weights = (cast("Tensor", given.pop(name)) for name in self.names)
+        own = routes - self.rank * self.count
+        elsewhere = (own < 0) | (own >= self.count)
+        routes = own.masked_fill(elsewhere, self.count)
+        weights = weights.masked_fill(elsewhere, 0.0)
+        return forward(module, tokens, routes, weights, *args[3:], **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +315,8 @@ def hugging_face_plan(
     model: nn.Module,
     tp_plan: Mapping[str, str] | None = None,
     *,
+    ep_plan: Mapping[str, str] | None = None,
+    expert_parallel: bool = False,
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
     loss_parallel: bool = False,
@@ -277,6 +327,10 @@ def hugging_face_plan(
         model: the model; what counts is its ``tp_plan`` and the names and sizes of its modules.
         tp_plan: names of styles for module and parameter names, ``*`` standing for a number; the model's own when None.
             Entries of the model's own that it has no module for are left out, entries given here must match.
+        ep_plan: names of styles for experts that are shared out whole; the model's own when None. It is used with
+            *expert_parallel*, and goes before what the other plan says of the same modules and what is in them.
+        expert_parallel: whether each rank has some experts whole, rather than a part of each. Their number must be a multiple of
+            the number of ranks.
         sequence_parallel: whether the residual stream is cut along the sequence between the first layer and the last norm. Its
             length must then be a multiple of the number of ranks, or the model raises ``BoundaryError``.
         sequence_dim: the dim of the sequence.
@@ -284,7 +338,7 @@ def hugging_face_plan(
 
     Raises:
         PlanError: without a plan, for a name that is no style, or when sequence parallelism does not know a module.
-        UnmatchedKeyError: for entries of *tp_plan* that match nothing.
+        UnmatchedKeyError: for entries of *tp_plan* or *ep_plan* that match nothing.
 
     Example:
         >>> from torch import nn
@@ -301,13 +355,36 @@ def hugging_face_plan(
             f"{', '.join(_NAMES)}"
         )
         raise PlanError(message)
-    reader = _Reader(model, dict(given), own=tp_plan is None)
+    must_match = set(tp_plan or ())
+    if expert_parallel or ep_plan is not None:
+        experts = _expert_plan(model, ep_plan)
+        given = {key: style for key, style in given.items() if not _of_any(key, experts)}
+        given.update(experts)
+        must_match = (must_match & set(given)) | set(ep_plan or ())
+    reader = _Reader(model, dict(given), must_match)
     entries = reader.entries()
     if loss_parallel:
         entries.update(_cut_logits(entries, reader))
     if sequence_parallel:
         entries.update(_Sequence(model, reader, entries, sequence_dim).entries())
     return _by_pattern(entries, reader)
+
+
+def _expert_plan(model: nn.Module, ep_plan: Mapping[str, str] | None) -> Mapping[str, str]:
+    plan = getattr(model, "ep_plan", None) if ep_plan is None else ep_plan
+    if not plan:
+        message = (
+            f"{type(model).__name__} has no ep_plan; pass one, such as {{'layers.*.mlp.experts': 'ep_dispatch_experts', "
+            "'layers.*.mlp.experts.gate_up_proj': 'grouped_gemm', 'layers.*.mlp.experts.down_proj': 'grouped_gemm'}, or "
+            "expert_parallel=False"
+        )
+        raise PlanError(message)
+    return cast("Mapping[str, str]", plan)
+
+
+def _of_any(key: str, plan: Mapping[str, str]) -> bool:
+    """Whether *plan* names *key*, or what it is in."""
+    return any(_within(key, around) for around in plan)
 
 
 def _cut_logits(entries: Mapping[str, ParallelStyle], reader: _Reader) -> dict[str, ParallelStyle]:
@@ -327,7 +404,7 @@ def _generic(name: str) -> str:
 class _Reader:
     """A ``tp_plan`` read against a model: the style of each module that it names, by the module's full name."""
 
-    def __init__(self, model: nn.Module, plan: dict[str, str], *, own: bool) -> None:
+    def __init__(self, model: nn.Module, plan: dict[str, str], must_match: Container[str]) -> None:
         self.model = model
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.pattern: dict[str, str] = {}
@@ -336,19 +413,21 @@ class _Reader:
         """What the plan calls each module's style."""
         self.cuts: dict[str, dict[str, Placement]] = {}
         """How it cuts parameters that it names, by module."""
+        self.stacked: set[str] = set()
+        """The modules whose parameters it cuts by experts."""
         parameters = {
             name: parameter.ndim
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
         unmatched: dict[str, list[str]] = {}
         for key, style in plan.items():
-            if style not in _NAMES:
-                near = get_close_matches(style, _NAMES, 1)
+            if style not in (*_NAMES, *_EXPERT_NAMES):
+                near = get_close_matches(style, (*_NAMES, *_EXPERT_NAMES), 1)
                 message = f"{key!r} has style {style!r}, which is none" + (
                     f"; did you mean {near[0]!r}?" if near else f"; styles are {', '.join(_NAMES)}"
                 )
                 raise PlanError(message)
-            if not self._read(key, style, parameters) and not own:
+            if not self._read(key, style, parameters) and key in must_match:
                 names = list(dict.fromkeys(map(_generic, (*self.modules, *parameters))))
                 unmatched[key] = get_close_matches(key, names, 3, 0.5)
         if unmatched:
@@ -363,6 +442,8 @@ class _Reader:
         for name in found:
             owner, _, own = name.rpartition(".")
             self.cuts.setdefault(owner, {})[own] = _cut(style, parameters[name])
+            if style == "grouped_gemm":
+                self.stacked.add(owner)
             self.pattern.setdefault(owner, key.rpartition(".")[0])
         return bool(modules or found)
 
@@ -382,6 +463,11 @@ class _Reader:
 
     def _style(self, path: str) -> ParallelStyle | None:
         name, cuts = self.named.get(path, "local_params"), self.cuts.get(path, {})
+        if path in self.stacked:  # whatever the module is called: it has been several names
+            return PackedParallel(cuts=cuts, reduces=True, chooses=True)
+        if name == "ep_dispatch_experts":
+            message = f"{path!r} has style {name!r}, and none of its parameters has 'grouped_gemm', which shares them out"
+            raise PlanError(message)
         if cuts or name in ("local_params", "moe_tp_experts"):
             if name in ("local_params", "moe_tp_experts"):
                 return (
@@ -389,7 +475,7 @@ class _Reader:
                 )
             message = f"{path!r} has style {name!r} and its parameters {list(cuts)} have others; give one or the other"
             raise PlanError(message)
-        if name == "replicate":
+        if name in ("replicate", "ep_router"):
             return None
         if name == "replicated_with_grad_allreduce":
             return LocalReplicas()

@@ -125,6 +125,10 @@ class SequenceParallel(ParallelStyle):
 
     The parameters are replicated, and their gradients are those of the single device on every rank.
 
+    A plain input counts as this rank's piece of the sequence, as torch has it, and nothing can tell a whole sequence from a piece.
+    The output then is a plain piece of the same length, so that a module that was given whole sequences by mistake still computes
+    what it did; torch hands out a DTensor of as many times the length, which is ``use_local_output=False`` here.
+
     Args:
         sequence_dim: the dim of the input that the ranks share out.
         input_layouts: what a plain input is; by default this rank's piece of the sequence. ``Replicate()`` takes the whole

@@ -10,7 +10,7 @@ import torch
 from hp_dtensor import Partial, Replicate, Shard, redistribute_local
 from torch import nn
 
-from hp_tp.errors import BoundaryError
+from hp_tp.boundary import check_even
 from hp_tp.style import ParallelStyle
 from hp_tp.substitution import substitute
 
@@ -81,15 +81,15 @@ class _Entering:
 
     def _cut(self, value: object) -> Tensor:
         whole = cast("Tensor", value)
-        length, size = whole.shape[self.dim], self.mesh.size()
-        if length % size:
-            message = (
-                f"sequence parallelism cuts dim {self.dim} of a tensor of shape {tuple(whole.shape)} over {size} ranks, which do "
-                f"not divide {length}, and plain pieces would not tell the whole length. Pad the sequence to a multiple of "
-                f"{size}, or pass sequence_parallel=False (as for generating token by token)"
-            )
-            raise BoundaryError(message)
-        return redistribute_local(whole, self.mesh, (Replicate(),), (Shard(self.dim),))
+        cut = Shard(self.dim)
+        check_even(
+            cut,
+            whole.shape,
+            self.mesh,
+            "a sequence that is to be cut over the ranks",
+            "pass sequence_parallel=False (as for generating token by token)",
+        )
+        return redistribute_local(whole, self.mesh, (Replicate(),), (cut,))
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
