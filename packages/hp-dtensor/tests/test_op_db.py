@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 from hp_mesh.testing import RankTimeoutError, run_spmd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("numpy", reason="torch's samples are made with it")
 
@@ -49,11 +50,31 @@ WITHOUT_VALUES = frozenset(
 )
 """Operators whose values are not defined: shapes, dtypes and strides are compared."""
 
+
+class _Operators(TorchDispatchMode):
+    """The operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+
+def _combines_by_a_mask() -> bool:
+    """Whether this torch, as 2.12 does, selects combinations among all tuples by values of a mask."""
+    with _Operators() as operators:
+        torch.combinations(torch.arange(3))
+    return torch.ops.aten.masked_select in operators.seen
+
+
 SIZED_BY_VALUES = frozenset(
     {
         *("masked_select", "nonzero", "argwhere", "unique", "unique_consecutive", "bincount"),
         *("linalg.lstsq", "linalg.lstsq.grad_oriented", "repeat_interleave", "index_fill"),
-        *("index_put",),
+        *("index_put", *(("combinations",) if _combines_by_a_mask() else ())),
     }
 )
 """Operators in one of whose forms the shape of a result depends on values: they gather, and are right."""
