@@ -44,11 +44,27 @@ def arguments(op: OpOverload) -> list[object]:
         "number": 2.0,
         "List[number]": [2.0, 3.0],
         "int": 0,
+        "bool": False,
+        "Optional[Tensor]": None,
     }
     if op is aten.where.self:
         return [torch.tensor(True), *[torch.rand(2, 2)] * 2]
     if op is aten.bmm.default:
         return [torch.rand(2, 3, 3)] * 2
+    if op is aten.baddbmm.default:
+        return [torch.rand(2, 3, 3)] * 3
+    if op is aten.masked_fill.Scalar:
+        return [torch.rand(2), torch.tensor([True, False]), 2.0]
+    if op in (aten.gather.default, aten.index_select.default):
+        return [torch.rand(2), 0, torch.tensor([1])]
+    if op is aten.embedding.default:
+        return [torch.rand(3, 2), torch.tensor([2, 0])]
+    if op is aten.native_layer_norm.default:
+        return [torch.rand(3, 2), [2], torch.rand(2), torch.rand(2), 1e-5]
+    if op in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+        return [torch.rand(2), torch.rand(2), 0, torch.float32]
+    if op is aten.clamp.default:
+        return [torch.rand(2), 0.5]
     if op is aten.permute.default:
         return [torch.rand(2, 2), [1, 0]]
     if op is aten.expand.default:

@@ -82,13 +82,15 @@ def _bindings() -> Iterator[tuple[OpOverload, Callable[..., object]]]:
     """Operators with what torch's own argument parser calls them; of the same arguments in the same order."""
     functions = {
         "Tensor": "add sub mul div eq ne lt gt le ge",
-        "Scalar": "eq ne lt gt le ge",
+        "Scalar": "eq ne lt gt le ge masked_fill rsub",
         "Tensor_Scalar": "pow",
-        "int": "transpose select",
+        "int": "transpose select unbind",
         "dim": "squeeze mean",
         "dim_IntList": "sum",
         "self": "where",
-        "default": "mm bmm addmm t permute unsqueeze cat sum mean ones_like zeros_like empty_like",
+        "default": "mm bmm addmm baddbmm t permute unsqueeze cat stack sum mean amax logsumexp cumsum ones_like zeros_like "
+        "empty_like tril triu maximum minimum clamp gather index_select embedding native_layer_norm _softmax _log_softmax "
+        "_softmax_backward_data _log_softmax_backward_data",
     }
     methods = {
         "Tensor": "add_ sub_ mul_ div_",

@@ -69,7 +69,7 @@ def _groups(*groups: Sequence[int]) -> LinearFinder:
 
 
 def _spread_addend(local: LocalCall) -> Callable[..., object]:
-    """Broadcast the addend first: kernels take an addend of one row as the size of a result."""
+    """Broadcast the addend first: the kernel of ``addmv`` takes an addend of one row as the size of the result."""
     op = local.call.op
     shape = local.output_local_shapes[0] or ()
     if local.input_local_shapes[0] == shape or is_in_place(local.call):
@@ -100,7 +100,7 @@ for _names, _equation, _addend in (
         aten_ops(*_names),
         product(_equation, _addend),
         linear=WITH_ADDEND,
-        local=_spread_addend,
+        local=_spread_addend if "addmv" in _names else None,
     )
 
 
