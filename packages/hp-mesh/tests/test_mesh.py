@@ -475,6 +475,53 @@ def test_wrong_questions(ask: object, kind: type[Exception], text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ask", "kind", "text"),
+    [
+        (
+            lambda m: m._unflatten(2, (2, 2), ("a", "b")),
+            ValueError,
+            "dim 2 specified in `_unflatten` is out of range 2",
+        ),
+        (
+            lambda m: m._unflatten("ep", (2, 2), ("a", "b")),
+            ValueError,
+            "dim ep specified in `_unflatten` is not in ('dp', 'tp')",
+        ),
+        (
+            lambda m: m._unflatten(1, (2, 2), ("a",)),
+            RuntimeError,
+            "mesh_dim_names must have same length as mesh_sizes in _unflatten!",
+        ),
+        (
+            lambda m: m._unflatten(1, (2, 3), ("a", "b")),
+            ValueError,
+            "These must be equal for unflatten to work correctly",
+        ),
+        (
+            lambda m: m["tp"]._flatten("dp"),
+            ValueError,
+            "dp already exists for submesh of the",
+        ),
+        (
+            lambda m: (m._flatten("all"), m["tp"]._flatten("all")),
+            ValueError,
+            "Flatten mesh with mesh_dim_name all has been created before",
+        ),
+        (
+            lambda m: DeviceMesh._concatenate([m["tp"], on_rank([0, 1], ("x",))]),
+            RuntimeError,
+            "Cannot concatenate DeviceMeshes derived from different device meshes",
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_wrong_questions_in_torch_words(ask: object, kind: type[Exception], text: str) -> None:
+    """What programs written for torch's mesh look for in the text of an error is in ours."""
+    with pytest.raises(kind, match=re.escape(text)):
+        ask(example())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
     "ask",
     [
         lambda m: m["tp"],

@@ -849,7 +849,7 @@ class DeviceMesh(_torch.TorchMesh):
         if name in (root._mesh_dim_names or ()):
             message = (
                 f"{name!r} is an axis of the root mesh {root._described()}; give the flattened mesh "
-                "another name."
+                f"another name. ({name} already exists for submesh of the {root!r}.)"
             )
             raise MeshError(message)
         backend, options = arguments.split_choice(backend_override, 0)
@@ -860,7 +860,8 @@ class DeviceMesh(_torch.TorchMesh):
             if known._axes[0] != flat:
                 message = (
                     f"{name!r} is already the flattened mesh of other axes "
-                    f"{known._axes[0].digits}; give this one another name."
+                    f"{known._axes[0].digits}; give this one another name. (Flatten mesh with "
+                    f"mesh_dim_name {name} has been created before.)"
                 )
                 raise MeshError(message)
             return known
@@ -909,7 +910,8 @@ class DeviceMesh(_torch.TorchMesh):
         if len(new) != len(sizes):
             message = (
                 "mesh_dim_names must have the length of mesh_sizes, got "
-                f"{len(new)} names {new} for {len(sizes)} sizes {sizes}."
+                f"{len(new)} names {new} for {len(sizes)} sizes {sizes}. "
+                "(mesh_dim_names must have same length as mesh_sizes in _unflatten!)"
             )
             raise MeshError(message)
         names = (*self._mesh_dim_names[:index], *new, *self._mesh_dim_names[index + 1 :])
@@ -917,7 +919,10 @@ class DeviceMesh(_torch.TorchMesh):
         try:
             parts = axes.split(self._axes[index], sizes)
         except ValueError as error:
-            message = f"Cannot unflatten axis {dim!r} of mesh {self._described()}: {error}."
+            message = (
+                f"Cannot unflatten axis {dim!r} of mesh {self._described()}: {error}. "
+                "(These must be equal for unflatten to work correctly.)"
+            )
             raise MeshError(message) from None
         configs = arguments.group_configs(
             len(new), new, backend_override, self._configs[index].timeout
@@ -941,7 +946,17 @@ class DeviceMesh(_torch.TorchMesh):
         mesh_dim_names: Sequence[str],
         backend_override: Mapping[int | str, BackendChoice] | None = None,
     ) -> DeviceMesh:
-        """Return `unflatten`: torch's spelling."""
+        """Return `unflatten`: torch's spelling, and its words for an axis that is not there."""
+        try:
+            self._index(dim)
+        except AxisError as error:
+            told = (
+                f"out of range {self.ndim}"
+                if isinstance(dim, int)
+                else f"not in {self._mesh_dim_names}"
+            )
+            message = f"dim {dim} specified in `_unflatten` is {told}: {error}"
+            raise AxisError(message, asked=dim, legal=error.legal) from None
         return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
 
     @staticmethod
@@ -983,7 +998,8 @@ class DeviceMesh(_torch.TorchMesh):
             ):
                 message = (
                     f"Cannot concatenate meshes of different roots: {first!r} of "
-                    f"{first._family.root!r} and {mesh!r} of {mesh._family.root!r}."
+                    f"{first._family.root!r} and {mesh!r} of {mesh._family.root!r}. "
+                    "(Cannot concatenate DeviceMeshes derived from different device meshes.)"
                 )
                 raise MeshError(message)
         checked = arguments.check_names(tuple(names), len(names)) or ()
