@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -301,6 +304,51 @@ def test_counts_are_found_under_both_names_of_a_collective() -> None:
     per_module = comm.comm_module_counts
     assert per_module["Global"]["forward"] == counts
     assert per_module["Global"]["backward"] == {}
+
+
+@spmd(world_size=2)
+def test_the_mode_knows_the_parameters_of_the_modules_that_ran() -> None:
+    """By module and name, with the layouts of the distributed ones; modules that did not run are absent."""
+    mesh = init_device_mesh("cpu", (2,))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 4)))
+    idle = torch.nn.Linear(2, 2)
+    inner = net[1][0]  # type: ignore[index]  # modules that hold modules
+    inner.weight = torch.nn.Parameter(distribute_tensor(inner.weight, mesh, [Shard(0)]))
+    inner.bias = torch.nn.Parameter(distribute_tensor(inner.bias, mesh, [R]))
+    net[1].register_forward_pre_hook(lambda _m, x: (DTensor.from_local(x[0], mesh, [R]),))
+    comm = CommDebugMode()
+    with comm:
+        out = net(torch.ones(3, 2))
+        _laid(out).redistribute(placements=[R])
+    found = comm.get_parameter_info()
+    assert {name: list(own) for name, own in found.items()} == {
+        "Sequential.0": ["weight", "bias"],
+        "Sequential.1.0": ["weight", "bias"],
+    }
+    assert found["Sequential.1.0"]["weight"] is inner.weight
+    assert comm.get_sharding_info() == {
+        "Sequential.1.0.weight": (Shard(0),),
+        "Sequential.1.0.bias": (R,),
+    }
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "log.json"
+        comm.generate_json_dump(str(file))
+        told = json.loads(file.read_text())
+        comm.generate_json_dump(str(file), noise_level=0)
+        assert json.loads(file.read_text()) == {"modules": told["modules"]}
+    assert told["modules"]["Sequential.1.0"] == {
+        "layouts": {"weight": ["S(0)"], "bias": ["R"]},
+    }
+    assert told["modules"]["Global"]["forward"] == {"all_gather_into_tensor": 1}
+    assert [(c["op"], c["pass"], c["ranks"]) for c in told["collectives"]] == [
+        ("all_gather_into_tensor", "forward", [0, 1])
+    ]
+    with comm:
+        assert comm.get_parameter_info() == comm.get_sharding_info() == {}
+        idle(torch.ones(1, 2))
+    assert list(comm.get_parameter_info()) == ["Linear"]
+    net(torch.ones(3, 2))
+    assert list(comm.get_parameter_info()) == ["Linear"]
 
 
 @spmd(world_size=2)

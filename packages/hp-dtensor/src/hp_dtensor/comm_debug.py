@@ -7,6 +7,7 @@ Torch's mode steps aside for its own class only and is blind inside a subclass.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 import torch.distributed as dist
 from hp_mesh.groups import registry
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from hp_dtensor._torch import (
+    Placement,
     TorchDTensor,
     functional_packet,
     functional_twin,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch._ops import OpOverload, OpOverloadPacket
+    from torch.utils.hooks import RemovableHandle
 
 NOT_COLLECTIVE = frozenset(
     {"wait_tensor", "_wrap_tensor_autograd", "monitored_barrier_", "barrier"}
@@ -135,10 +139,14 @@ class CommDebugMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch declares it untyped
         self.records: list[Collective] = []
         self._modules = ModuleTracker()
+        self._parameters: dict[str, dict[str, torch.nn.Parameter]] = {}
+        self._hook: RemovableHandle | None = None
 
     def __enter__(self) -> Self:
         self.records.clear()
+        self._parameters.clear()
         self._modules.__enter__()
+        self._hook = register_module_forward_pre_hook(self._remember)
         super().__enter__()  # type: ignore[no-untyped-call]  # torch declares it untyped
         return self
 
@@ -149,7 +157,19 @@ class CommDebugMode(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch declares it untyped
+        if self._hook is not None:
+            self._hook.remove()
         self._modules.__exit__(kind, error, trace)
+
+    def _remember(self, module: torch.nn.Module, _inputs: object) -> None:
+        """Note whose forward starts: the parameters that *module* itself has, by the name it runs under."""
+        own = dict(module.named_parameters(recurse=False))
+        if own:
+            self._parameters[self._innermost()] = own
+
+    def _innermost(self) -> str:
+        """The dotted path of the innermost module that is running."""
+        return max(self._modules.parents - {"Global"}, key=len, default="")
 
     def __torch_dispatch__(
         self,
@@ -177,14 +197,13 @@ class CommDebugMode(TorchDispatchMode):
                 tensors[1:] if "_base" in name else tensors[-1:]
             )  # the first ones are outputs
         payload = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        parents = [path for path in self._modules.parents if path != "Global"]
         group = group_of(args)
         self.records.append(
             Collective(
                 op=twin,
                 payload=payload,
                 wire=wire_bytes(twin.__name__, payload, 1 if group is None else group.size()),
-                module=max(parents, key=len, default=""),
+                module=self._innermost(),
                 backward=bool(self._modules.is_bw),
                 axis=_axis_of(group),
                 ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
@@ -250,6 +269,69 @@ class CommDebugMode(TorchDispatchMode):
     ) -> None:
         """Write the table to a file."""
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
+
+    def generate_json_dump(
+        self, file_name: str = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
+        """Write what was recorded to a file of JSON: counts and layouts module by module.
+
+        Args:
+            file_name: where to write.
+            noise_level: from 1 on each collective follows, with its bytes, module and axis; 0 leaves them out.
+        """
+        layouts = self.get_sharding_info()
+        counts = self.comm_module_counts
+        found: dict[str, object] = {
+            "modules": {
+                name: {
+                    **{
+                        which: {op.__name__: count for op, count in started.items()}
+                        for which, started in counts.get(name, {}).items()
+                    },
+                    "layouts": {
+                        key: [str(placement) for placement in layouts[f"{name}.{key}"]]
+                        for key in self._parameters.get(name, {})
+                        if f"{name}.{key}" in layouts
+                    },
+                }
+                for name in dict.fromkeys((*counts, *self._parameters))
+            }
+        }
+        if noise_level > 0:
+            found["collectives"] = [
+                {
+                    "op": record.op.__name__,
+                    "bytes": record.wire,
+                    "module": record.module,
+                    "pass": "backward" if record.backward else "forward",
+                    "axis": record.axis,
+                    "ranks": record.ranks,
+                }
+                for record in self.records
+            ]
+        Path(file_name).write_text(json.dumps(found, indent=2) + "\n")
+
+    def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """The parameters of each module that ran, by the name of the module and their own.
+
+        Example:
+            >>> import torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+            >>> with CommDebugMode() as comm:
+            ...     _ = model(torch.ones(1, 2))
+            >>> {name: list(own) for name, own in comm.get_parameter_info().items()}
+            {'Sequential.0': ['weight', 'bias']}
+        """
+        return {name: dict(own) for name, own in self._parameters.items()}
+
+    def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
+        """The placements of the distributed ones among those parameters, by module and name with a dot between."""
+        return {
+            f"{name}.{key}": tuple(parameter.placements)
+            for name, own in self._parameters.items()
+            for key, parameter in own.items()
+            if isinstance(parameter, TorchDTensor)
+        }
 
     def get_total_bytes(self) -> int:
         """How many bytes this rank sent."""
