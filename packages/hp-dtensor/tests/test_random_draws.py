@@ -507,6 +507,34 @@ def test_draws_go_into_a_tensor_that_is_given() -> None:
             assert torch.equal(_whole(draw(laid, torch.zeros_like(laid))), want), name
 
 
+@spmd(world_size=4)
+def test_rows_sampled_from_stay_where_their_chances_are() -> None:
+    """The result of ``multinomial`` is cut in rows as its argument is, and replicated along other cuts."""
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    chances = torch.rand(6, 8, generator=torch.Generator().manual_seed(2))
+    layouts = (
+        (line, (Shard(0),), (Shard(0),)),
+        (line, (Shard(1),), (R,)),
+        (line, (Partial(),), (R,)),
+        (grid, (StridedShard(0, split_factor=2), Shard(0)), None),
+        (grid, (Shard(1), Shard(0)), (R, Shard(0))),
+    )
+    torch.manual_seed(4)
+    want = torch.multinomial(chances, 3)
+    for mesh, placements, kept in layouts:
+        manual_seed(4)
+        laid = distribute_tensor(chances, mesh, [R] * mesh.ndim, src_data_rank=None)
+        laid = laid.redistribute(placements=placements)
+        made = torch.multinomial(laid, 3)
+        assert isinstance(made, DTensor)
+        assert made.placements == (placements if kept is None else kept)
+        assert torch.equal(_whole(made), want), placements
+    vector = distribute_tensor(chances[0], line, [Shard(0)], src_data_rank=None)
+    made = torch.multinomial(vector, 2)
+    assert isinstance(made, DTensor)
+    assert made.placements == (R,)
+
+
 @spmd(world_size=2)
 def test_an_operator_that_draws_and_has_no_rule_raises() -> None:
     """Rather than draw other numbers on each rank, an operator nobody described is refused with a way out."""

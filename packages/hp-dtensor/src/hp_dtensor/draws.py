@@ -22,7 +22,14 @@ from hp_dtensor._torch import new_dtensor, schema_of
 from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on
 from hp_dtensor.errors import InPlaceError, LayoutError
 from hp_dtensor.modes import refuse_communication
-from hp_dtensor.placements import REPLICATE, gradient_placements, shard_dim
+from hp_dtensor.placements import (
+    REPLICATE,
+    Placement,
+    Shard,
+    StridedShard,
+    gradient_placements,
+    shard_dim,
+)
 from hp_dtensor.random import Draw, Peers, Piece, policy_of
 from hp_dtensor.rules._registry import aten_ops
 from hp_dtensor.spec import Spec, make_spec, spec_of
@@ -370,14 +377,19 @@ def _multinomial(
         op, "multinomial", [tensor], (count, bool(named["replacement"])), _generator(named)
     )
     shape = (*tensor.shape[:-1], count)
-    out = make_spec(
-        spec.mesh,
-        (REPLICATE,) * spec.mesh.ndim,
-        shape,
-        torch.empty(shape, device="meta").stride(),
-        torch.int64,
+    stride = torch.empty(shape, device="meta").stride()
+    out = make_spec(spec.mesh, _rows(spec), shape, stride, torch.int64)
+    piece = made if out.coordinate is None else random.cut(made, out.local_box).contiguous()
+    return new_dtensor(cls, piece.to(torch.int64), out, False)
+
+
+def _rows(spec: Spec) -> tuple[Placement, ...]:
+    """The layout of *spec* as far as it cuts rows, of which each is sampled alone; replicated elsewhere."""
+    rows = len(spec.shape) == 2
+    return tuple(
+        p if rows and isinstance(p, Shard | StridedShard) and p.dim == 0 else REPLICATE
+        for p in spec.placements
     )
-    return new_dtensor(cls, made.to(torch.int64), out, False)
 
 
 _POINTWISE = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
