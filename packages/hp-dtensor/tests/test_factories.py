@@ -19,7 +19,7 @@ from hp_dtensor import (
     manual_seed,
     random_policy,
 )
-from hp_mesh import init_device_mesh
+from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 
 R = Replicate()
@@ -147,3 +147,42 @@ def test_what_cannot_be_made_is_refused() -> None:
     for wrong, kind, text in refused:
         with pytest.raises(kind, match=text):
             wrong()
+
+
+def _programs(mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Programs in which each factory makes a tensor of 6 rows."""
+    laid = [Shard(0)]
+    return {
+        "zeros": lambda x: x + hp_dtensor.zeros(6, 2, device_mesh=mesh, placements=laid),
+        "ones": lambda x: x + hp_dtensor.ones((6, 2), device_mesh=mesh),
+        "full": lambda x: x + hp_dtensor.full((6, 2), 2.5, device_mesh=mesh, placements=laid),
+        "empty": lambda x: (
+            x + hp_dtensor.empty(6, 2, device_mesh=mesh, placements=laid).fill_(3.0)
+        ),
+        "eye": lambda x: x + hp_dtensor.eye(6, 2, device_mesh=mesh, placements=laid),
+        "arange": lambda x: x.T + hp_dtensor.arange(6, device_mesh=mesh, placements=laid),
+        "linspace": lambda x: x.T + hp_dtensor.linspace(0.0, 1.0, 6, device_mesh=mesh),
+        "rand": lambda x: x + hp_dtensor.rand(6, 2, device_mesh=mesh, placements=laid),
+        "randn": lambda x: x + hp_dtensor.randn(6, 2, device_mesh=mesh, placements=laid),
+        "randint": lambda x: x + hp_dtensor.randint(9, (6, 2), device_mesh=mesh, placements=laid),
+        "randperm": lambda x: x.T + hp_dtensor.randperm(6, device_mesh=mesh, placements=laid),
+    }
+
+
+@spmd(world_size=2, timeout=180)
+def test_a_graph_makes_what_the_program_makes() -> None:
+    """Each factory is one call of a graph without a break, and draws anew in each run as the program does."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = hp_dtensor.distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(0)])
+    for name, program in _programs(mesh).items():
+        torch._dynamo.reset()
+        compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+        runs = []
+        for run in (program, compiled):
+            manual_seed(3)
+            runs.append([run(x), run(x)])
+        for want, got in zip(*runs, strict=True):
+            assert isinstance(want, DTensor)
+            assert isinstance(got, DTensor)
+            assert got.placements == want.placements, name
+            assert torch.equal(got.full_tensor(), want.full_tensor()), name

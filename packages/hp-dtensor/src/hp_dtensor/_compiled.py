@@ -58,3 +58,11 @@ def from_local(
     from hp_dtensor.dtensor import DTensor
 
     return _autograd.from_local(DTensor, local, mesh, placements, shape, stride, grad_placements)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch declares it untyped
+def made(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
+    """What the factory *name* makes; see :mod:`hp_dtensor.factories`."""
+    from hp_dtensor.factories import MAKERS
+
+    return MAKERS[name](*args, **kwargs)

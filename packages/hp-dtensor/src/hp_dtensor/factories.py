@@ -6,12 +6,15 @@ pieces are those of the shard rule, on the device of the mesh.
 The rule: a value that is still to be reduced cannot be filled in, so only :func:`zeros` and :func:`empty` take Partial.
 Sequences (``arange``, ``linspace``, ``logspace``, ``randperm``) are computed whole and cut, since torch rounds an element by
 where it stands in the vector loop; they have one dim, so that this costs little.
+
+Inside a graph a factory is one call, made of its arguments: what it asks of meshes and caches is no business of a compiler.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ParamSpec, cast
 
 import torch
 from torch import Generator, Tensor
@@ -46,6 +49,26 @@ __all__ = [
 ]
 
 Size = int | Sequence[int]
+
+P = ParamSpec("P")
+
+MAKERS: dict[str, Callable[..., DTensor]] = {}
+"""The factories by name, as a graph calls them."""
+
+
+def _in_graphs(make: Callable[P, DTensor]) -> Callable[P, DTensor]:
+    """*make*, which a compiler puts into its graph as one call and does not look into."""
+    MAKERS[make.__name__] = make
+
+    @functools.wraps(make)
+    def run(*args: P.args, **kwargs: P.kwargs) -> DTensor:
+        if torch.compiler.is_compiling():
+            from hp_dtensor import _compiled
+
+            return cast("DTensor", _compiled.made(make.__name__, args, kwargs))
+        return make(*args, **kwargs)
+
+    return run
 
 
 def _shape(size: tuple[Size, ...]) -> tuple[int, ...]:
@@ -91,6 +114,7 @@ def _filled(
     return _wrapped(local, spec, requires_grad)
 
 
+@_in_graphs
 def zeros(
     *size: Size,
     dtype: torch.dtype | None = None,
@@ -122,6 +146,7 @@ def zeros(
     return _filled(torch.zeros, spec, requires_grad)
 
 
+@_in_graphs
 def ones(
     *size: Size,
     dtype: torch.dtype | None = None,
@@ -136,6 +161,7 @@ def ones(
     return _filled(torch.ones, spec, requires_grad)
 
 
+@_in_graphs
 def empty(
     *size: Size,
     dtype: torch.dtype | None = None,
@@ -150,6 +176,7 @@ def empty(
     return _filled(torch.empty, spec, requires_grad)
 
 
+@_in_graphs
 def full(
     size: Size,
     fill_value: float,
@@ -177,6 +204,7 @@ def _drawn(
     return _wrapped(local, spec, requires_grad)
 
 
+@_in_graphs
 def rand(
     *size: Size,
     dtype: torch.dtype | None = None,
@@ -212,6 +240,7 @@ def rand(
     return _drawn("rand", spec, Draw("uniform_", (0.0, 1.0)), generator, requires_grad)
 
 
+@_in_graphs
 def randn(
     *size: Size,
     dtype: torch.dtype | None = None,
@@ -227,6 +256,7 @@ def randn(
     return _drawn("randn", spec, Draw("normal_", (0.0, 1.0)), generator, requires_grad)
 
 
+@_in_graphs
 def randint(
     *bounds_and_size: Size,
     low: int | None = None,
@@ -272,6 +302,7 @@ def randint(
     return _drawn("randint", spec, draw, generator, requires_grad)
 
 
+@_in_graphs
 def randperm(
     n: int,
     *,
@@ -323,6 +354,7 @@ def _sequence(
     return _wrapped(cut(whole, spec.local_box).clone(), spec, requires_grad)
 
 
+@_in_graphs
 def arange(
     start: float,
     end: float | None = None,
@@ -344,6 +376,7 @@ def arange(
     )
 
 
+@_in_graphs
 def linspace(
     start: float,
     end: float,
@@ -362,6 +395,7 @@ def linspace(
     )
 
 
+@_in_graphs
 def logspace(
     start: float,
     end: float,
@@ -381,6 +415,7 @@ def logspace(
     )
 
 
+@_in_graphs
 def eye(
     n: int,
     m: int | None = None,
