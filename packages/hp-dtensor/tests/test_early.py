@@ -52,6 +52,26 @@ def test_tensors_of_other_kinds_are_split_as_ever() -> None:
         ]
 
 
+@spmd(world_size=2)
+def test_numbers_that_addends_hold_are_close_when_their_sums_are() -> None:
+    """In low precision too, where the difference of each addend would be rounded by itself."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    x = torch.randn(512).to(torch.bfloat16)
+    y = x + (torch.randn(512) * 0.02).to(torch.bfloat16)
+    rank = mesh.get_local_rank()
+    expected = torch.isclose(x, y, rtol=1e-2, atol=1e-3)
+    assert 0 < expected.sum() < 512
+    addends = [DTensor.from_local(t * (2 if rank else -1), mesh, [P]) for t in (x, y)]
+    cut = [distribute_tensor(t, mesh, [S0]) for t in (x, y)]
+    for left, right in ((addends[0], cut[1]), (cut[0], addends[1]), addends, cut):
+        close = torch.isclose(left, right, rtol=1e-2, atol=1e-3)
+        assert torch.equal(close.full_tensor(), expected)
+        assert not torch.allclose(left, right, rtol=1e-2, atol=1e-3)
+    with pytest.raises(RuntimeError, match=r"same dtype|did not match"):
+        torch.isclose(cut[0], cut[1].float())
+
+
 @needs_chunks
 @spmd(world_size=2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -1,8 +1,8 @@
 """Operators that torch takes apart, or gives a gradient, in a way that no distributed tensor survives.
 
 Most operators that are made of others fall apart above dispatch into ones that have rules. A few read the memory of an
-argument on the way (``tensor_split`` with a tensor of indices), or have a backward in Python that writes to plain buffers
-(the chunked ``linear_cross_entropy``). These are met earlier, above autograd, and said in terms of operators that are
+argument on the way (``tensor_split`` with a tensor of indices), compare what they rounded (``isclose``), or have a backward in
+Python that writes to plain buffers (the chunked ``linear_cross_entropy``). These are met earlier, above autograd, and said in terms of operators that are
 differentiable and have rules.
 
 Not taken: ``__torch_function__``, which sees every call of a program, and costs each of them more than the local operator.
@@ -10,13 +10,13 @@ Not taken: ``__torch_function__``, which sees every call of a program, and costs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hp_dtensor._torch import above_autograd
+from hp_dtensor._torch import above_autograd, decompose
 from hp_dtensor.dispatch import whole_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,16 @@ def _tensor_split(x: Tensor, where: Tensor, dim: int = 0) -> Sequence[Tensor]:
         return torch.tensor_split(plain, whole, dim)  # which words the error
     at = whole.tolist()
     return torch.tensor_split(x, at, dim)
+
+
+@above_autograd("aten", "isclose")
+def _isclose(
+    x: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> Tensor:
+    """Addends are summed first: their differences would be rounded on each rank, and numbers at the bound fall beside it."""
+    op = torch.ops.aten.isclose.default
+    settled = [t.reduce_partial() if hasattr(t, "reduce_partial") else t for t in (x, other)]
+    return cast("Tensor", decompose(op, (*settled, rtol, atol, equal_nan), {}))
 
 
 def _loss(
