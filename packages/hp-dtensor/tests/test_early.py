@@ -63,8 +63,13 @@ def test_numbers_that_addends_hold_are_close_when_their_sums_are() -> None:
     expected = torch.isclose(x, y, rtol=1e-2, atol=1e-3)
     assert 0 < expected.sum() < 512
     addends = [DTensor.from_local(t * (2 if rank else -1), mesh, [P]) for t in (x, y)]
-    cut = [distribute_tensor(t, mesh, [S0]) for t in (x, y)]
-    for left, right in ((addends[0], cut[1]), (cut[0], addends[1]), addends, cut):
+    cut, same = ([distribute_tensor(t, mesh, [p]) for t in (x, y)] for p in (S0, R))
+    for left, right in (
+        (addends[0], same[1]),
+        (same[0], addends[1]),
+        (cut[0], addends[1]),
+        addends,
+    ):
         close = torch.isclose(left, right, rtol=1e-2, atol=1e-3)
         assert torch.equal(close.full_tensor(), expected)
         assert not torch.allclose(left, right, rtol=1e-2, atol=1e-3)
