@@ -7,9 +7,10 @@ parameters and the compiler, so they also run on the oldest torch that we suppor
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,8 +29,13 @@ from hp_tp import (
 )
 from hp_tp.testing import check_plan
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 pytestmark = pytest.mark.seam
 
@@ -333,3 +339,104 @@ def test_gradient_norm_over_two_meshes() -> None:
     ours = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     right = get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
     torch.testing.assert_close(float(ours), float(right), rtol=1e-4, atol=1e-6)
+
+
+def all_at_once(
+    model: Any, shape: tuple[int, int], *, recompute: Any = None, compiles: bool = False
+) -> DeviceMesh:
+    """Lay *model* out over dp and tp, with recomputed and compiled blocks, in place."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    if shape[1] > 1:
+        parallelize_module(model, mesh["tp"], plan(sequence_parallel=True))
+    for layer in model.layers:
+        if recompute is not None:
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, **recompute
+            )
+        if compiles:
+            layer.compile(backend="aot_eager")
+    if shape[0] > 1:
+        shard_fully(model, mesh)
+    return mesh
+
+
+def keeps_products(*arguments: Any, **options: Any) -> CheckpointPolicy:
+    """The policy of selective recomputation: matrix products are kept."""
+    del options
+    kept = arguments[1] in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters and the optimizer's state under one flat name each, whole."""
+    weights, states = get_state_dict(model, optimizer)
+    flat: dict[str, Any] = dict(weights)
+    for name, entries in cast("dict[str, dict[str, Any]]", states["state"]).items():
+        flat.update({f"{name}/{entry}": value for entry, value in entries.items()})
+    return {name: whole_of(value).clone() for name, value in flat.items()}
+
+
+@pytest.mark.parametrize(
+    ("tied", "selective", "compiles"),
+    [(True, False, False), pytest.param(False, True, True, marks=pytest.mark.slow)],
+)
+@spmd(world_size=4, timeout=240)
+def test_all_at_once_with_the_optimizer_in_the_checkpoint(
+    tied: bool, selective: bool, compiles: bool
+) -> None:
+    """FSDP2 x TP x recomputation (x compilation) trains like one device; weights and AdamW's state load in other layouts, bit for bit."""
+    pytest.importorskip("numpy", reason="torch exchanges objects through numpy")
+    start(2, 2)
+
+    def build() -> Decoder:
+        made = Decoder()
+        if tied:
+            made.out.weight = made.emb.weight
+        return made
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+
+    reference = build()
+    model = copy.deepcopy(reference)
+    context = functools.partial(create_selective_checkpoint_contexts, keeps_products)
+    mesh = all_at_once(
+        model,
+        (2, 2),
+        recompute={"context_fn": context} if selective else {},
+        compiles=compiles,
+    )
+    assert (model.out.weight is model.emb.weight) == tied
+    ours, rights = optimizer_of(model), optimizer_of(reference)
+    for _ in range(3):
+        ids = torch.randint(0, VOCABULARY, (4, 9))
+        for each, optimizer, own in (
+            (model, ours, ids.chunk(2)[mesh.get_local_rank("dp")]),
+            (reference, rights, ids),
+        ):
+            logits = each(own[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, own_parameter), right in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            whole_of(own_parameter), right, rtol=1e-3, atol=1e-4, msg=named(name)
+        )
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    weights, states = get_state_dict(model, ours)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder[0])
+    saved = whole_state(model, ours)
+    for shape in ((1, 1), (4, 1), (1, 4)):
+        other = build()
+        all_at_once(other, shape)
+        optimizer = optimizer_of(other)
+        weights, states = get_state_dict(other, optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder[0])
+        set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=states)
+        loaded = whole_state(other, optimizer)
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved), shape
