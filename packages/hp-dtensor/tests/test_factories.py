@@ -149,6 +149,40 @@ def test_what_cannot_be_made_is_refused() -> None:
             wrong()
 
 
+INTO: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": lambda out: torch.zeros(7, 4, out=out),
+    "ones": lambda out: torch.ones((7, 4), out=out),
+    "full": lambda out: torch.full((7, 4), 2.5, out=out),
+    "eye": lambda out: torch.eye(7, 4, out=out),
+    "eye_": torch.nn.init.eye_,
+    "square": lambda out: torch.eye(4, out=out.clone()),
+    "smaller": lambda out: torch.ones(3, out=out.clone()),
+    "arange": lambda out: torch.arange(7, out=out[:, 0].clone()),
+    "arange from": lambda out: torch.arange(1, 8, out=out[:, 0].clone()),
+    "linspace": lambda out: torch.linspace(0, 1, 7, out=out[:, 0].clone()),
+    "logspace": lambda out: torch.logspace(0, 1, 7, out=out[:, 0].clone()),
+}
+
+
+@spmd(world_size=2)
+def test_torchs_factories_fill_a_tensor_that_is_given() -> None:
+    """With ``out`` nothing is sent, whatever the layout, unless the shape changes; the layout stays."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(28.0).view(7, 4)
+    for name, fill in INTO.items():
+        want = fill(x.clone())
+        for placement in (R, Shard(0), Shard(1), Partial()):
+            out = hp_dtensor.distribute_tensor(x, mesh, [R], src_data_rank=None)
+            out = out.redistribute(placements=[placement])
+            with CommDebugMode() as comm:
+                made = fill(out)
+            assert isinstance(made, DTensor)
+            assert torch.equal(made.full_tensor(), want), (name, placement)
+            if made is out:
+                assert made.placements == (placement,)
+                assert comm.get_total_counts() == 0, (name, placement)
+
+
 def _programs(mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Programs in which each factory makes a tensor of 6 rows."""
     laid = [Shard(0)]

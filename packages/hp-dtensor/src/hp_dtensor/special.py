@@ -183,6 +183,23 @@ def _resize_as(
     return _resize(cls, aten.resize_.default, (target, list(model.shape)), kwargs)
 
 
+_MAKERS = (
+    *("zeros.out", "ones.out", "full.out", "eye.out", "eye.m_out", "arange.out"),
+    *("arange.start_out", "range.out", "range.out_", "linspace.out", "logspace.out"),
+)
+
+
+@handles(*cast("tuple[OpOverload, ...]", aten_ops(*_MAKERS)))
+def _made_into(
+    _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Tensor:
+    """Every rank can make the whole, which nothing of what *out* held goes into, and keeps its piece."""
+    out = cast("Tensor", kwargs["out"])
+    whole = local_of(out).new_empty(0)
+    op(*args, **{**kwargs, "out": whole})
+    return out.resize_(whole.shape).copy_(whole)
+
+
 _RESHAPES = {
     "squeeze_": ("default", "dim", "dims"),
     "unsqueeze_": ("default",),
