@@ -18,6 +18,7 @@ from hp_tp._torch import (
     buffers_of,
     children_of,
     dispatch_modes,
+    in_backward,
     localized_by_torch,
     mark_flattened,
     parameters_of,
@@ -113,3 +114,15 @@ def test_the_compilers_pass_has_its_switch() -> None:
 
     assert inductor._micro_pipeline_tp is False
     assert isinstance(GRAPHS_RECOMPUTE, bool)
+
+
+def test_a_backward_knows_that_it_is_one() -> None:
+    """Outside, in a forward, no; in what a backward calls, yes."""
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(in_backward()))
+    assert not in_backward()
+    y.backward()
+    assert seen == [True]
+    assert not in_backward()

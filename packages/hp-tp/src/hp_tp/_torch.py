@@ -19,6 +19,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "dispatch_modes",
+    "in_backward",
     "localized_by_torch",
     "mark_flattened",
     "parameters_of",
@@ -87,3 +88,8 @@ def pipeline_products_in_compiler(mesh: TorchMesh) -> bool:
 def dispatch_modes() -> int:
     """How many dispatch modes look on: one that keeps results must not see them changed in place; nothing public counts them."""
     return torch._C._len_torch_dispatch_stack()
+
+
+def in_backward() -> bool:
+    """Whether the caller runs in a backward, as what is computed again does; autograd has no public question for it."""
+    return torch._C._current_graph_task_id() != -1

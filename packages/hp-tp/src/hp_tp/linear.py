@@ -27,7 +27,7 @@ from hp_mesh import DeviceMesh
 from hp_mesh.collectives import wait
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_tp._torch import dispatch_modes, parameters_of
+from hp_tp._torch import dispatch_modes, in_backward, parameters_of
 from hp_tp.boundary import (
     PARTIAL,
     REPLICATE,
@@ -104,6 +104,8 @@ class LinearLayout:
     columns: Placement = _LAST
     """How the output lies over the ranks when the weight is cut by columns."""
     _moves: dict[int, _Moves] = field(default_factory=dict, compare=False, repr=False)
+    _chunks: list[int] = field(default_factory=list, compare=False, repr=False)
+    """Those of the overlap that the last forward was inside of, if it was: what is computed again in a backward does the same."""
 
     def __call__(
         self,
@@ -118,6 +120,7 @@ class LinearLayout:
             not kwargs
             and len(args) == 1
             and not torch.compiler.is_compiling()
+            and not self._chunks
             and active() is None
         ):
             (input,) = args  # noqa: A001  # torch's name for it
@@ -137,7 +140,7 @@ class LinearLayout:
 
     def _run(self, module: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
         moves = self.moves(input.dim())
-        around = active()
+        around = self._overlap()
         if around is not None:
             overlapped = self._overlapped(around, module, input, moves)
             if overlapped is not None:
@@ -168,6 +171,16 @@ class LinearLayout:
         shape = (*input.shape[:-1], module.out_features)
         return hand_out(output, self.mesh, moves.out[0], shape, local=False)
 
+    def _overlap(self) -> overlap | None:
+        """The context that the layer runs in, or ran in when what it computes again now was computed first."""
+        if torch.compiler.is_compiling():
+            return None
+        around = active()
+        if around is None and self._chunks and in_backward():
+            return overlap(self._chunks[0])
+        self._chunks[:] = () if around is None else (around.chunks,)
+        return around
+
     def _overlapped(
         self,
         around: overlap,
@@ -189,23 +202,24 @@ class LinearLayout:
             dim = around.sequence(moves.out[0], shape, self.mesh)
             if dim is None:
                 return None
+            if moves.checks:
+                check_even(moves.out[0], shape, self.mesh, "the output of a linear layer")
             output = matmul_reduce_scatter(
-                to_local(input), to_local(module.weight), self.mesh, dim=dim
+                to_local(input),
+                to_local(module.weight),
+                self.mesh,
+                dim=dim,
+                chunks=around.chunks,
             )
             if bias is not None:
-                output = output + to_local(bias, grad_placements=moves.bias_grad)
+                addend = to_local(bias, grad_placements=moves.bias_grad)
+                output = output + addend.to(output.dtype)
             around.hit()
             return hand_out(output, self.mesh, moves.out[0], shape, local=self.use_local_output)
-        if moves.moves or module.out_features % self.mesh.size():
-            around.skip("a column-parallel layer whose outputs are moved, or do not divide")
+        if moves.moves:
+            around.skip("a column-parallel layer whose outputs are moved")
             return None
-        length = [
-            size * self.mesh.size() if i == shard_dim(held) else size
-            for i, size in enumerate(input.shape)
-        ]
-        dim = around.sequence(
-            held, torch.Size(length) if found is None else input.shape, self.mesh
-        )
+        dim = around.sequence(held, input.shape, self.mesh)
         if dim is None:
             return None
         output = all_gather_matmul(
@@ -214,6 +228,8 @@ class LinearLayout:
             self.mesh,
             dim=dim,
             bias=None if bias is None else to_local(bias),
+            length=None if found is None else input.shape[dim],
+            chunks=around.chunks,
         )
         around.hit()
         shape = torch.Size((*output.shape[:-1], module.out_features))

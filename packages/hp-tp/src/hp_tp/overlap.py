@@ -4,33 +4,42 @@ A gather and then a product over the whole: each rank multiplies the piece that 
 product and then a scatter of the sum: each rank computes the addend of the piece that is asked for next, while sums are on
 their way to where they belong. Either is a turn round the ring (:mod:`hp_tp.ring`), with the other one as its backward, and
 keeps only the piece for it: the gathered input, which the plain path keeps whole, is gathered again while the weight's gradient
-is computed.
+is computed. A piece travels in one part or in several: with more of them the first product can begin, and the first sum can
+leave, sooner, and each costs a message.
+
+The products are those of the plain path, of fewer rows at a time, and a sum over two ranks has one order; over more ranks sums
+are in the order of the ring, which need not be that of the backend's own scatter. So results are exact where sums are, and
+equal in every bit where the device's matrix product adds a row up alike however many rows there are: most do for large
+products, and those of a host often do not for few rows.
 
 Inside :class:`overlap` linear layers that were laid out by our styles, and ``F.linear`` of distributed tensors, go this way
 where they gather a sequence before the product or scatter one after it. It counts where it did, and says for the first place
-where it did not why not: an option that silently does nothing is what the compiler's own pass is known for.
+where it did not why not: an option that silently does nothing is what the compiler's own pass is known for. A layer that
+computes again in a backward does what it did before, whether that runs inside of the ``with`` or not, and in whatever thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from hp_dtensor import DTensor, Placement, Shard
+from hp_dtensor import DTensor, Placement, Shard, Spec, explain
 from hp_dtensor.placements import shard_dim
 from hp_dtensor.spec import spec_of
 from hp_mesh import DeviceMesh
+from hp_mesh.collectives import wait
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.overrides import TorchFunctionMode
 
-from hp_tp._torch import pipeline_products_in_compiler
+from hp_tp._torch import in_backward, pipeline_products_in_compiler
 from hp_tp.errors import BoundaryError
-from hp_tp.ring import receive, send
+from hp_tp.ring import send
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -57,32 +66,52 @@ def all_gather_matmul(
     *,
     dim: int = 0,
     bias: Tensor | None = None,
+    length: int | None = None,
+    chunks: int = 1,
 ) -> Tensor:
     """``F.linear`` of a gathered input: pieces are multiplied while others are on their way.
 
     Args:
-        piece: this rank's piece of the input, of equal shape on every rank.
+        piece: this rank's piece of the input.
         weight: this rank's, ``[out, in]``; plain.
         mesh: the one axis over which the input is cut.
         dim: the dim along which it is cut; not the last.
         bias: this rank's, ``[out]``.
+        length: of the whole input in *dim*, which lies over the ranks as ``Shard(dim)`` does; None for pieces of one length.
+        chunks: in how many parts a piece travels; with fewer rows than that, in as many as it has rows.
 
     Returns:
         The product for the whole of *dim*. The gradient of *piece* is summed over the ranks, that of *weight* is this rank's.
 
     Raises:
-        BoundaryError: when *dim* is the last one, which the product sums over.
+        BoundaryError: when *dim* is the last one, which the product sums over; when *piece* is not this rank's of *length*; or
+            when *chunks* is no positive integer.
+
+    Example:
+        >>> import torch
+        >>> from hp_tp import all_gather_matmul
+        >>> def project(piece, weight, mesh):  # a sequence cut along dim 1
+        ...     return all_gather_matmul(piece, weight, mesh["tp"], dim=1, chunks=4)
     """
     axis = DeviceMesh.from_torch(mesh)
     dim = _outer(piece, dim)
+    whole = piece.shape[dim] * axis.size() if length is None else length
+    way = _Way(axis, dim, whole, _checked(chunks))
+    if piece.shape[dim] != way.sizes[axis.get_local_rank()]:
+        message = (
+            f"all_gather_matmul got {piece.shape[dim]} rows of dim {dim} as this rank's piece of {whole} over {axis.size()} "
+            f"ranks, of which each has {list(way.sizes)}"
+        )
+        raise BoundaryError(message)
     if axis.size() == 1:
         return F.linear(piece, weight, bias)
-    out: Tensor = _GatherMatmul.apply(piece, weight, bias, axis, dim)
+    piece, weight, bias = _as_autocast(piece, weight, bias)
+    out: Tensor = _GatherMatmul.apply(piece, weight, bias, way)
     return out
 
 
 def matmul_reduce_scatter(
-    tensor: Tensor, weight: Tensor, mesh: TorchMesh, *, dim: int = 0
+    tensor: Tensor, weight: Tensor, mesh: TorchMesh, *, dim: int = 0, chunks: int = 1
 ) -> Tensor:
     """``F.linear``, summed over the ranks and scattered: sums travel while addends are computed.
 
@@ -90,25 +119,28 @@ def matmul_reduce_scatter(
         tensor: this rank's input, of equal shape on every rank; plain.
         weight: this rank's, ``[out, in]``.
         mesh: the one axis over which products are added up.
-        dim: the dim along which the sum is scattered; not the last, and of a length that divides.
+        dim: the dim along which the sum is scattered, as ``Shard(dim)`` cuts it; not the last.
+        chunks: in how many parts a piece travels; with fewer rows than that, in as many as it has rows.
 
     Returns:
         This rank's piece of the sum. The gradients of *tensor* and *weight* are this rank's.
 
     Raises:
-        BoundaryError: when *dim* is the last one, or its length does not divide.
+        BoundaryError: when *dim* is the last one, or *chunks* is no positive integer.
+
+    Example:
+        >>> import torch
+        >>> from hp_tp import matmul_reduce_scatter
+        >>> def project(hidden, weight, mesh):  # a sequence to be cut along dim 1
+        ...     return matmul_reduce_scatter(hidden, weight, mesh["tp"], dim=1, chunks=4)
     """
     axis = DeviceMesh.from_torch(mesh)
     dim = _outer(tensor, dim)
+    way = _Way(axis, dim, tensor.shape[dim], _checked(chunks))
     if axis.size() == 1:
         return F.linear(tensor, weight)
-    if tensor.shape[dim] % axis.size():
-        message = (
-            f"matmul_reduce_scatter scatters dim {dim} of length {tensor.shape[dim]} over {axis.size()} ranks, which do not "
-            "divide it; pad it"
-        )
-        raise BoundaryError(message)
-    out: Tensor = _MatmulScatter.apply(tensor, weight, axis, dim)
+    tensor, weight, _ = _as_autocast(tensor, weight, None)
+    out: Tensor = _MatmulScatter.apply(tensor, weight, way)
     return out
 
 
@@ -120,100 +152,174 @@ def _outer(tensor: Tensor, dim: int) -> int:
     return own
 
 
-def _gather(piece: Tensor, mesh: DeviceMesh, work: Callable[[Tensor, int], None]) -> None:
-    """Do *work* on every rank's piece, this rank's first, with whose it is; the next piece comes meanwhile."""
-    ranks, own = mesh.size(), mesh.get_local_rank()
-    held = piece.contiguous()
-    for step in range(ranks):
-        coming = send(mesh, held) if step + 1 < ranks else None
-        work(held, (own - step) % ranks)
-        if coming is not None:
-            (held,) = receive(coming, held)
+def _checked(chunks: int) -> int:
+    if type(chunks) is not int or chunks < 1:
+        message = f"chunks={chunks!r} is how many parts a piece travels in: an integer, 1 or more"
+        raise BoundaryError(message)
+    return chunks
 
 
-def _scatter(mesh: DeviceMesh, addend: Callable[[int], Tensor]) -> Tensor:
-    """The sum of all ranks' ``addend(rank)`` for this rank; the next addend is computed while sums travel."""
-    ranks, own = mesh.size(), mesh.get_local_rank()
-    coming: Tensor | None = None
-    total = addend((own - 1) % ranks)
-    for step in range(1, ranks):
-        coming = send(mesh, total)
-        following = addend((own - 1 - step) % ranks)
-        (arrived,) = receive(coming, total)
-        total = arrived + following
-    return total
+def _as_autocast(
+    tensor: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype in which autocast has products computed, so that what travels is in it too."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensor, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return tensor.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a cut dim lies over the ranks, and in which parts its pieces travel."""
+
+    mesh: DeviceMesh
+    dim: int
+    length: int
+    """Of the whole dim."""
+    chunks: int
+    """The most parts of a piece; the same number on every rank, since each is a collective."""
+    sizes: tuple[int, ...] = field(init=False)
+    """How much of the dim each rank has."""
+
+    def __post_init__(self) -> None:
+        ranks = self.mesh.size()
+        each = -(-self.length // ranks)
+        sizes = tuple(max(min(each, self.length - rank * each), 0) for rank in range(ranks))
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "chunks", max(min(self.chunks, each), 1))
+
+    def parts(self, rank: int) -> list[int]:
+        """The lengths of the parts of a rank's piece."""
+        least, more = divmod(self.sizes[rank], self.chunks)
+        return [least + 1] * more + [least] * (self.chunks - more)
+
+    def split(self, whole: Tensor) -> list[list[Tensor]]:
+        """The parts of every rank's piece of *whole*, which is this long in the dim."""
+        pieces = whole.split(self.sizes, self.dim)
+        return [list(piece.split(self.parts(rank), self.dim)) for rank, piece in enumerate(pieces)]
+
+    def send(self, part: Tensor, like: int) -> Tensor:
+        """Start sending *part*; return what will come, which is *like* long in the dim."""
+        shape = self._shape(part, like)
+        return send(self.mesh, part, come=shape.numel())
+
+    def receive(self, coming: Tensor, sent: Tensor, like: int) -> Tensor:
+        """What came for *sent*."""
+        return wait(coming).view(self._shape(sent, like))
+
+    def _shape(self, part: Tensor, length: int) -> torch.Size:
+        return torch.Size((*part.shape[: self.dim], length, *part.shape[self.dim + 1 :]))
+
+    def gather(self, piece: Tensor, work: Callable[[Tensor, int, int], None]) -> None:
+        """Do *work* on each part of every rank's piece, this rank's first, with whose it is and which; others come meanwhile."""
+        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
+        held = list(piece.split(self.parts(own), self.dim))
+        coming: dict[int, Tensor] = {}
+        for step in range(ranks):
+            rank = (own - step) % ranks
+            lengths, before = self.parts(rank), self.parts((rank - 1) % ranks)
+            for part in range(self.chunks):
+                if step:
+                    held[part] = self.receive(coming[part], held[part], lengths[part])
+                if step + 1 < ranks:
+                    coming[part] = self.send(held[part], before[part])
+                if lengths[part]:
+                    work(held[part], rank, part)
+
+    def scatter(self, addend: Callable[[int, int], Tensor]) -> Tensor:
+        """The sum of all ranks' ``addend(rank, part)`` for this rank; the next addend is computed while sums travel."""
+        ranks, own = self.mesh.size(), self.mesh.get_local_rank()
+        totals: dict[int, Tensor] = {}
+        coming: dict[int, Tensor] = {}
+        for step in range(ranks):
+            rank = (own - 1 - step) % ranks
+            lengths, following = self.parts(rank), self.parts((rank - 1) % ranks)
+            for part in range(self.chunks):
+                total = addend(rank, part)
+                if step:
+                    total = self.receive(coming[part], total, lengths[part]) + total
+                totals[part] = total
+                if step + 1 < ranks:
+                    coming[part] = self.send(total, following[part])
+        return totals[0] if self.chunks == 1 else torch.cat(list(totals.values()), self.dim)
 
 
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        piece: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mesh: DeviceMesh,
-        dim: int,
+        ctx: FunctionCtx, piece: Tensor, weight: Tensor, bias: Tensor | None, way: _Way
     ) -> Tensor:
         ctx.save_for_backward(piece, weight)
-        ctx.facts = (mesh, dim)  # type: ignore[attr-defined]  # torch leaves these open
-        parts: list[Tensor | None] = [None] * mesh.size()
+        ctx.way = way  # type: ignore[attr-defined]  # torch leaves these open
+        products: dict[tuple[int, int], Tensor] = {}
 
-        def multiply(held: Tensor, rank: int) -> None:
-            parts[rank] = F.linear(held, weight, bias)
+        def multiply(held: Tensor, rank: int, part: int) -> None:
+            products[rank, part] = F.linear(held, weight, bias)
 
-        _gather(piece, mesh, multiply)
-        return torch.cat(cast("list[Tensor]", parts), dim)
+        way.gather(piece, multiply)
+        return _joined(products, way, piece, weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         piece, weight = ctx.saved_tensors  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]  # as above
-        mesh, dim = ctx.facts  # type: ignore[attr-defined]  # set in forward
-        pieces = grads[0].chunk(mesh.size(), dim)
+        way: _Way = ctx.way  # type: ignore[attr-defined]  # set in forward
+        parts = way.split(grads[0])
         of_piece = of_weight = of_bias = None
         if needs[0]:
-            of_piece = _scatter(mesh, lambda rank: pieces[rank].matmul(weight))
+            of_piece = way.scatter(lambda rank, part: parts[rank][part].matmul(weight))
         if needs[1]:
             total = torch.zeros_like(weight)
 
-            def add(held: Tensor, rank: int) -> None:
-                total.addmm_(_rows(pieces[rank]).t(), _rows(held))
+            def add(held: Tensor, rank: int, part: int) -> None:
+                total.addmm_(_rows(parts[rank][part]).t(), _rows(held))
 
-            _gather(piece, mesh, add)
+            way.gather(piece, add)
             of_weight = total
         if needs[2]:
             of_bias = _rows(grads[0]).sum(0)
-        return of_piece, of_weight, of_bias, None, None
+        return of_piece, of_weight, of_bias, None
 
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, tensor: Tensor, weight: Tensor, mesh: DeviceMesh, dim: int
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, tensor: Tensor, weight: Tensor, way: _Way) -> Tensor:
         ctx.save_for_backward(tensor, weight)
-        ctx.facts = (mesh, dim)  # type: ignore[attr-defined]  # torch leaves these open
-        pieces = tensor.chunk(mesh.size(), dim)
-        return _scatter(mesh, lambda rank: F.linear(pieces[rank], weight))
+        ctx.way = way  # type: ignore[attr-defined]  # torch leaves these open
+        parts = way.split(tensor)
+        return way.scatter(lambda rank, part: F.linear(parts[rank][part], weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight = ctx.saved_tensors  # type: ignore[attr-defined]  # declared on a mixin that FunctionCtx lacks
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]  # as above
-        mesh, dim = ctx.facts  # type: ignore[attr-defined]  # set in forward
-        pieces = tensor.chunk(mesh.size(), dim)
-        parts: list[Tensor | None] = [None] * mesh.size()
+        way: _Way = ctx.way  # type: ignore[attr-defined]  # set in forward
+        parts = way.split(tensor)
+        products: dict[tuple[int, int], Tensor] = {}
         total = torch.zeros_like(weight) if needs[1] else None
 
-        def work(held: Tensor, rank: int) -> None:
+        def work(held: Tensor, rank: int, part: int) -> None:
             if needs[0]:
-                parts[rank] = held.matmul(weight)
+                products[rank, part] = held.matmul(weight)
             if total is not None:
-                total.addmm_(_rows(held).t(), _rows(pieces[rank]))
+                total.addmm_(_rows(held).t(), _rows(parts[rank][part]))
 
-        _gather(grads[0], mesh, work)
-        of_tensor = torch.cat(cast("list[Tensor]", parts), dim) if needs[0] else None
-        return of_tensor, total, None, None
+        way.gather(grads[0], work)
+        of_tensor = _joined(products, way, grads[0], weight.shape[1]) if needs[0] else None
+        return of_tensor, total, None
+
+
+def _joined(
+    products: Mapping[tuple[int, int], Tensor], way: _Way, like: Tensor, features: int
+) -> Tensor:
+    """The products in the order of ranks and parts; of a dim without rows, none."""
+    if not products:
+        return like.new_empty((*like.shape[:-1], features))
+    return torch.cat([products[key] for key in sorted(products)], way.dim)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -238,20 +344,34 @@ class overlap(TorchFunctionMode):  # noqa: N801  # used like a function
 
     It concerns linear layers laid out by ``ColwiseParallel`` with an input that is cut along another dim than the last, by
     ``RowwiseParallel`` with such an output, and ``F.linear`` of a distributed tensor that is cut so with a weight that is cut
-    along its outputs.
+    along its outputs, where that gathers the input. Where the weight is the smaller one, it is gathered instead, and the result
+    stays cut along the sequence; that is left as it is.
+
+    Args:
+        chunks: in how many parts each rank's piece travels. With more, products begin and sums leave sooner, and each part is a
+            message and a smaller product.
+
+    Raises:
+        BoundaryError: when *chunks* is no positive integer.
+
+    Layers that are checkpointed compute again as they did in the forward, in a backward inside or outside of the ``with``. Functions
+    do not know where they are computed again, since torch leaves modes before a backward: have them enter it again, with
+    ``checkpoint(..., context_fn=lambda: (nullcontext(), overlap(chunks)))``. Gradients of gradients are refused.
 
     Example:
         >>> from hp_tp import overlap
-        >>> with overlap() as info:
+        >>> with overlap(chunks=4) as info:
         ...     pass  # out = model(x)
         >>> info.applied, info.reason
         (0, 'no linear layer ran')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: int = 1) -> None:
         super().__init__()
+        self.chunks = _checked(chunks)
+        """In how many parts a piece travels."""
         self.applied = 0
-        """How many products overlapped with their collective."""
+        """How many products of the forward overlapped with their collective."""
         self.reason: str | None = "no linear layer ran"
         """Why the first one that did not overlap did not; None when all did."""
         self._seen = False
@@ -299,9 +419,16 @@ class overlap(TorchFunctionMode):  # noqa: N801  # used like a function
         )
         if cut is None:
             return None
-        if not by_columns or weight.shape[0] % x.mesh.size():
+        if not by_columns:
             self.skip(
-                "F.linear with a weight (and bias) that is not cut evenly along its outputs gathers nothing"
+                "F.linear with a weight (and bias) that is not cut along its outputs gathers nothing"
+            )
+            return None
+        plain = _plain_layout(input, weight, bias)
+        if plain != (Shard(input.ndim - 1),):
+            self.skip(
+                f"F.linear of {tuple(input.shape)} with a weight of {tuple(weight.shape)} does not gather its input: what it "
+                f"gives is laid out as {plain}"
             )
             return None
         locals_ = [
@@ -310,27 +437,33 @@ class overlap(TorchFunctionMode):  # noqa: N801  # used like a function
         ]
         piece, own, own_bias = locals_
         out = all_gather_matmul(
-            cast("Tensor", piece), cast("Tensor", own), x.mesh, dim=cut, bias=own_bias
+            cast("Tensor", piece),
+            cast("Tensor", own),
+            x.mesh,
+            dim=cut,
+            bias=own_bias,
+            length=input.shape[cut],
+            chunks=self.chunks,
         )
         self.hit()
         shape = (*input.shape[:-1], weight.shape[0])
         return DTensor.from_local(out, x.mesh, (Shard(input.ndim - 1),), shape=shape)
 
     def sequence(self, placement: Placement, shape: torch.Size, mesh: DeviceMesh) -> int | None:
-        """The dim of a cut of another dim than the last, when it is even; else None, and why."""
+        """The dim of a cut of another dim than the last; else None, and why."""
         dim = shard_dim(placement) if type(placement) is Shard else None
         if dim is None or dim == len(shape) - 1:
             self.skip(f"an input or output laid out as {placement} is not cut along a sequence")
             return None
-        if mesh.size() == 1 or shape[dim] % mesh.size():
-            self.skip(
-                f"a sequence of {shape[dim]} tokens over {mesh.size()} ranks has no equal pieces to send round"
-            )
+        if mesh.size() == 1:
+            self.skip("there is one rank, and nothing to overlap with")
             return None
         return dim
 
     def hit(self) -> None:
         """Count a product that overlapped."""
+        if in_backward():  # it was counted in the forward
+            return
         self.applied += 1
         if not self._seen:
             self._seen, self.reason = True, None
@@ -339,6 +472,29 @@ class overlap(TorchFunctionMode):  # noqa: N801  # used like a function
         """Note why a product did not overlap."""
         if not self._seen or self.reason is None:
             self._seen, self.reason = True, reason
+
+
+_plain_layouts: dict[tuple[Spec | None, ...], tuple[Placement, ...] | None] = {}
+_MOST_LAYOUTS = 1024
+
+
+def _plain_layout(
+    input: Tensor,  # noqa: A002  # torch's name for it
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Placement, ...] | None:
+    """How the result of ``F.linear`` is laid out without us; found once for each layout of what it is given."""
+    given = (input, weight) if bias is None else (input, weight, bias)
+    key = tuple(spec_of(tensor) for tensor in given)
+    if key not in _plain_layouts:
+        if len(_plain_layouts) == _MOST_LAYOUTS:
+            _plain_layouts.clear()
+        results: list[Tensor] = []
+        with torch.no_grad():  # what it saves is nobody's, and checkpointing counts it
+            explain(lambda *tensors: results.append(F.linear(*tensors)), *given)
+        spec = spec_of(results[0])
+        _plain_layouts[key] = None if spec is None else spec.placements
+    return _plain_layouts[key]
 
 
 # The compiler's way.

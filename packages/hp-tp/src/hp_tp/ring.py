@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 __all__ = ["receive", "send"]
 
 
-def send(mesh: DeviceMesh, *tensors: Tensor) -> Tensor:
-    """Start sending *tensors*, of one dtype, to the next rank; return what will come from the one before, flat."""
+def send(mesh: DeviceMesh, *tensors: Tensor, come: int | None = None) -> Tensor:
+    """Start sending *tensors*, of one dtype, to the next rank; return what will come from the one before, flat.
+
+    As many elements come as go, or *come* of them.
+    """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     ranks, own = mesh.size(), mesh.get_local_rank()
-    to, come = [0] * ranks, [0] * ranks
-    to[(own + 1) % ranks] = come[(own - 1) % ranks] = flat.numel()
-    return all_to_all(flat, come, to, mesh.get_group(), async_op=True)
+    to, from_ = [0] * ranks, [0] * ranks
+    to[(own + 1) % ranks] = flat.numel()
+    from_[(own - 1) % ranks] = flat.numel() if come is None else come
+    return all_to_all(flat, from_, to, mesh.get_group(), async_op=True)
 
 
 def receive(flat: Tensor, *like: Tensor) -> list[Tensor]:
