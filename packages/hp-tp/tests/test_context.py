@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -13,14 +14,16 @@ import torch.nn.functional as F
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
+    ContextParallel,
     ContextParallelError,
     SequenceCut,
     context_parallel_attention,
     join_sequence,
+    parallelize_module,
     sequence_positions,
     split_sequence,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 attention: Any = context_parallel_attention
 sdpa: Any = F.scaled_dot_product_attention
@@ -252,3 +255,50 @@ def test_one_rank_is_torchs_attention() -> None:
         assert not math.isnan(float(right.sum()))
 
     run()
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+@spmd(world_size=2, timeout=120)
+def test_torchs_encoder_attends_over_all_pieces(method: Any) -> None:
+    """``nn.TransformerEncoder`` with masks of the piece's length, causal and not: outputs, gradients, and in eval."""
+    mesh = cp(2)
+    for causal, batch_first in ((True, True), (False, False)):
+        dim = 1 if batch_first else 0
+        layer = nn.TransformerEncoderLayer(16, 4, 16, dropout=0.0, batch_first=batch_first)
+        reference = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        model = copy.deepcopy(reference)
+        parallelize_module(model, mesh, {"layers.*.self_attn": ContextParallel(method=method)})
+        x = torch.randn(2, 8, 16) if batch_first else torch.randn(8, 2, 16)
+        own = split_sequence(x, mesh, dim)
+
+        def run(each: Any, tokens: Tensor, causal: bool = causal, dim: int = dim) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[dim])
+            out: Tensor = each(tokens, mask=mask if causal else None, is_causal=causal)
+            return out
+
+        right, out = run(reference, x), run(model, own)
+        torch.testing.assert_close(join_sequence(out.detach(), mesh, dim), right.detach())
+        right.square().sum().backward()
+        out.square().sum().backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            torch.distributed.all_reduce(ours.grad)
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            out = run(model.eval(), own)
+        torch.testing.assert_close(join_sequence(out, mesh, dim), right.detach())
+
+
+@spmd(world_size=2, timeout=60)
+def test_what_torchs_attention_cannot_do_over_pieces() -> None:
+    """Weights and masks for a piece are refused, each by its name."""
+    attend = parallelize_module(
+        nn.MultiheadAttention(8, 2, batch_first=True), cp(2), ContextParallel()
+    )
+    x = torch.randn(1, 4, 8)
+    with pytest.raises(ContextParallelError, match="need_weights=True"):
+        attend(x, x, x)
+    with pytest.raises(ContextParallelError, match="attn_mask without is_causal"):
+        attend(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4))
+    with pytest.raises(ContextParallelError, match="key_padding_mask"):
+        attend(x, x, x, need_weights=False, key_padding_mask=torch.zeros(1, 4))

@@ -6,7 +6,7 @@ General layout, bottom up: ``errors``; ``pieces`` (under DDP); ``substitution`` 
 ``seams``, ``replicas`` (the styles); ``sharding`` (declarations) and ``declared`` (carried out); ``plan`` (names to styles),
 ``conversion`` (between plans and declarations), ``protocol`` (modules that declare themselves) and ``decoder_sharding``;
 ``presets``, ``adapters`` and ``hugging_face`` (plans of known models), ``report`` (what a plan will do), ``testing`` (prove a
-plan); ``context_shards``, ``context_attention``, ``context_parallel``, ``recompute`` and ``pipeline`` (whole recipes);
+plan); ``context_shards``, ``context_attention``, ``context_parallel``, ``hugging_face_context``, ``recompute`` and ``pipeline`` (whole recipes);
 ``overlap``, ``input_reshard``, ``data_parallel`` and ``wire`` (between stages of a pipeline) beside them.
 """
 
@@ -66,6 +66,7 @@ from hp_tp.experts import (
     TokenDispatcher,
 )
 from hp_tp.hugging_face import hugging_face_plan, register_with_transformers
+from hp_tp.hugging_face_context import hugging_face_context_plan
 from hp_tp.input_reshard import (
     input_reshard,
 )
@@ -177,6 +178,7 @@ __all__ = [
     "dense_param_placement",
     "dense_sequence_parallel_placement",
     "gqa_plan",
+    "hugging_face_context_plan",
     "hugging_face_plan",
     "input_reshard",
     "join_sequence",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from hp_tp.substitution import Forward
 
-__all__ = ["KVHeadParallel", "MultiheadAttentionParallel"]
+__all__ = ["KVHeadParallel", "MultiheadAttentionParallel", "no_fast_path", "project_heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,33 @@ class KVHeadParallel(ParallelStyle):
         return module
 
 
+def project_heads(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, heads: int
+) -> list[Tensor]:
+    """Queries, keys and values of the *heads* that this rank has, ``[batch, heads, length, head_dim]``; inputs are batch-first."""
+    packed: Tensor | None = module.in_proj_weight  # torch declares that it is there
+    if packed is not None:
+        weights = to_local(packed).chunk(3)
+    else:
+        apart = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        weights = tuple(to_local(weight) for weight in apart)
+    biases: tuple[Tensor | None, ...] = (None, None, None)
+    if module.in_proj_bias is not None:
+        biases = to_local(module.in_proj_bias).chunk(3)
+    projected = [
+        F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
+    ]
+    for i, extra in ((1, module.bias_k), (2, module.bias_v)):
+        if extra is not None:
+            more = to_local(extra).expand(projected[i].shape[0], -1, -1)
+            projected[i] = torch.cat([projected[i], more], 1)
+    if module.add_zero_attn:
+        for i in (1, 2):
+            more = projected[i].new_zeros(projected[i].shape[0], 1, projected[i].shape[2])
+            projected[i] = torch.cat([projected[i], more], 1)
+    return [p.unflatten(-1, (heads, -1)).transpose(1, 2) for p in projected]
+
+
 @dataclass(frozen=True, slots=True)
 class _HeadsLayout:
     """How a multi-head attention runs with this rank's heads: a wrapper of its forward."""
@@ -182,7 +209,7 @@ class _HeadsLayout:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         elif not module.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        q, k, v = self._project(module, query, key, value)
+        q, k, v = project_heads(module, query, key, value, self.heads)
         mask = self._mask(module, attn_mask, key_padding_mask, q, k, is_causal=is_causal)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if mask is not None:
@@ -199,32 +226,6 @@ class _HeadsLayout:
     def _enter(self, value: Tensor) -> Tensor:
         where = "an input of a multi-head attention"
         return move(value, self.mesh, REPLICATE, REPLICATE, local=True, grad=PARTIAL, where=where)
-
-    def _project(
-        self, module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-    ) -> list[Tensor]:
-        """Queries, keys and values of this rank's heads, ``[batch, heads, length, head_dim]``."""
-        packed: Tensor | None = module.in_proj_weight  # torch declares that it is there
-        if packed is not None:
-            weights = to_local(packed).chunk(3)
-        else:
-            apart = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            weights = tuple(to_local(weight) for weight in apart)
-        biases: tuple[Tensor | None, ...] = (None, None, None)
-        if module.in_proj_bias is not None:
-            biases = to_local(module.in_proj_bias).chunk(3)
-        projected = [
-            F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
-        ]
-        for i, extra in ((1, module.bias_k), (2, module.bias_v)):
-            if extra is not None:
-                more = to_local(extra).expand(projected[i].shape[0], -1, -1)
-                projected[i] = torch.cat([projected[i], more], 1)
-        if module.add_zero_attn:
-            for i in (1, 2):
-                more = projected[i].new_zeros(projected[i].shape[0], 1, projected[i].shape[2])
-                projected[i] = torch.cat([projected[i], more], 1)
-        return [p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in projected]
 
     def _mask(
         self,
@@ -294,7 +295,7 @@ def _widened(mask: Tensor, keys: int) -> Tensor:
     return F.pad(mask, (0, keys - mask.shape[-1])) if keys != mask.shape[-1] else mask
 
 
-def _no_fast_path(module: nn.Module, args: object) -> None:
+def no_fast_path(module: nn.Module, args: object) -> None:
     """A hook that does nothing: where there is one, ``nn.TransformerEncoderLayer`` calls its attention instead of one kernel."""
 
 
@@ -363,5 +364,5 @@ class MultiheadAttentionParallel(ParallelStyle):
                 self.use_local_output,
             ),
         )
-        module.register_forward_pre_hook(_no_fast_path)
+        module.register_forward_pre_hook(no_fast_path)
         return module

@@ -5,6 +5,9 @@ over the whole sequence (:mod:`hp_tp.context_attention`). Around the model: what
 (a rotary table in a buffer, an input of positions) is cut like the tokens, so that the model, which sees a short sequence,
 turns each token by its true angle.
 
+``nn.MultiheadAttention`` hands its whole computation to one function, inside of which no mode is asked: it gets a forward of its
+own, and ``nn.TransformerEncoderLayer`` is kept from the kernel that it would run in place of its attention.
+
 The replacement is a function mode and not a patch of torch: it holds for one thread while one forward runs, and an attention
 that never calls the function is an error instead of attention within a piece, which would train and be wrong.
 """
@@ -19,20 +22,22 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.overrides import TorchFunctionMode
 
 from hp_tp._torch import buffers_of
+from hp_tp.attention import no_fast_path, project_heads
 from hp_tp.context_attention import AttentionMethod, context_parallel_attention
 from hp_tp.context_shards import SequenceCut, sequence_positions
 from hp_tp.errors import ContextParallelError
 from hp_tp.local_states import owner_of
 from hp_tp.style import ParallelStyle
-from hp_tp.substitution import substitute
+from hp_tp.substitution import original_class, substitute, wrapper_of
 
 if TYPE_CHECKING:
     from hp_mesh import DeviceMesh
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from hp_tp.substitution import Forward
 
@@ -78,6 +83,9 @@ class _AttentionLayout:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
+        if self.causal is not None:
+            # A module may do other things for a mask than for none, such as repeating keys, and models make one for some ranks only.
+            kwargs = {name: None if name in _MASKS else value for name, value in kwargs.items()}
         mode = _Attention(self)
         with mode:
             output = forward(module, *args, **kwargs)
@@ -131,6 +139,59 @@ class _AttentionLayout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _MultiheadLayout:
+    """How an ``nn.MultiheadAttention`` runs on a piece of the sequence: a wrapper of its forward."""
+
+    attention: _AttentionLayout
+
+    def __call__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> tuple[Tensor, None]:
+        del forward
+        return self._run(module, *args, **kwargs)  # type: ignore[arg-type]  # forward's own arguments
+
+    def _run(
+        self,
+        module: nn.MultiheadAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        del average_attn_weights
+        causal = is_causal if self.attention.causal is None else self.attention.causal
+        masked = attn_mask is not None and not is_causal and self.attention.causal is None
+        refused = {
+            "need_weights=True (pass False: no rank has all weights)": need_weights,
+            "key_padding_mask (pad at the end of causal sequences)": key_padding_mask is not None,
+            "attn_mask without is_causal=True (a mask for a piece does not speak of other ranks)": masked,
+            "bias_k, bias_v or add_zero_attn": module.bias_k is not None or module.add_zero_attn,
+            "an input that is not [batch, length, features]": query.dim() != 3,
+        }
+        found = [what for what, present in refused.items() if present]
+        if found:
+            message = (
+                f"nn.MultiheadAttention under context parallelism cannot have {'; '.join(found)}"
+            )
+            raise ContextParallelError(message)
+        if not module.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = project_heads(module, query, key, value, module.num_heads)
+        dropped = module.dropout if module.training else 0.0
+        mixed = self.attention.attend(q, k, v, None, dropped, causal)
+        output: Tensor = module.out_proj(mixed.transpose(1, 2).flatten(2))
+        return output if module.batch_first else output.transpose(0, 1), None
+
+
 @dataclass(kw_only=True, unsafe_hash=True)
 class ContextParallel(ParallelStyle):
     """Let an attention that calls torch's function attend over a sequence that is cut over the ranks.
@@ -138,9 +199,11 @@ class ContextParallel(ParallelStyle):
     Args:
         method: ``"ring"``, ``"gather"`` or ``"ulysses"``; see :func:`hp_tp.context_parallel_attention`.
         balanced: whether the sequence is cut head and tail.
-        causal: what the attention is, whatever mask the module made for the piece that it sees; None lets the module say.
+        causal: what the attention is, whatever mask was made for the piece that it sees, which then does not reach it; None lets
+            the module say.
 
-    Parameters stay as they are; so it goes together with styles for the projections.
+    Parameters stay as they are; so it goes together with styles for the projections. An ``nn.MultiheadAttention`` attends so too,
+    with all of its heads, causally where its caller passes ``is_causal=True``.
 
     Example:
         >>> from hp_tp import ContextParallel
@@ -154,7 +217,11 @@ class ContextParallel(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Replace torch's attention while the forward of *module* runs."""
         layout = _AttentionLayout(device_mesh, self.method, self.balanced, self.causal)
-        substitute(module, layout)
+        if original_class(module) is nn.MultiheadAttention and wrapper_of(module) is None:
+            substitute(module, _MultiheadLayout(layout))
+            module.register_forward_pre_hook(no_fast_path)
+        else:
+            substitute(module, layout)
         return module
 
 
