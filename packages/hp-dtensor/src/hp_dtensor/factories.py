@@ -302,7 +302,6 @@ def randint(
     return _drawn("randint", spec, draw, generator, requires_grad)
 
 
-@_in_graphs
 def randperm(
     n: int,
     *,
@@ -315,7 +314,7 @@ def randperm(
 ) -> DTensor:
     """The first *n* integers in random order, the same whatever the layout; see :func:`rand` for the arguments.
 
-    Each rank makes the whole order and keeps its piece.
+    Each rank makes the whole order and keeps its piece. Not for graphs, which would hold on to the generator of one run.
     """
     spec = _spec("randperm", (n,), dtype, layout, device_mesh, placements)
     if spec.coordinate is None:
