@@ -21,7 +21,6 @@ from hp_dtensor import (
 )
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
-from torch.fx.experimental.proxy_tensor import make_fx
 
 R = Replicate()
 
@@ -203,24 +202,12 @@ def _programs(mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tens
     }
 
 
-def _graphs_take_generators() -> bool:
-    """Whether this torch traces an operator that is given a generator; 2.12 refuses."""
-    try:
-        make_fx(lambda: torch.randperm(3, generator=torch.Generator()))()
-    except NotImplementedError:
-        return False
-    return True
-
-
 @spmd(world_size=2, timeout=180)
 def test_a_graph_makes_what_the_program_makes() -> None:
     """A factory is one call of a graph without a break, and draws anew in each run as the program does."""
     mesh = init_device_mesh("cpu", (2,))
     x = hp_dtensor.distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(0)])
-    programs = _programs(mesh)
-    if not _graphs_take_generators():
-        del programs["randperm"]
-    for name, program in programs.items():
+    for name, program in _programs(mesh).items():
         torch._dynamo.reset()
         compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
         runs = []
