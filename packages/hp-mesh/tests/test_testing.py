@@ -317,13 +317,20 @@ def test_a_rank_cannot_start_ranks() -> None:
 
 _SCRIPT = """
 import os, sys, threading, time
+import torch
 import torch.distributed as dist
 from hp_mesh.testing import run_spmd
+from torch._subclasses import FakeTensorMode
 
 def body():
+    torch.ones(1, requires_grad=True).sum().backward()
     return dist.get_rank(), os.getpid()
 
 if __name__ == "__main__":
+    if "autograd" in sys.argv:
+        with FakeTensorMode():
+            pass
+        torch.ones(1, requires_grad=True).sum().backward()
     if "threads" in sys.argv:
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
     print(*(pid for _, pid in run_spmd(body, world_size=2)), flush=True)
@@ -332,9 +339,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["end", "die", "threads"])
+@pytest.mark.parametrize("how", ["end", "die", "threads", "autograd"])
 def test_a_script_works_and_takes_its_ranks_along(how: str, tmp_path: os.PathLike[str]) -> None:
-    """Forked or, beside threads, from a fork server; ranks end with the script, however it ends."""
+    """Forked or, beside threads, autograd's included, from a fork server; ranks end with the script, however it ends."""
     script = os.path.join(tmp_path, "script.py")  # noqa: PTH118
     with open(script, "w", encoding="utf-8") as file:  # noqa: PTH123
         file.write(_SCRIPT)

@@ -267,7 +267,25 @@ def _fork_is_safe() -> bool:
     """
     accelerator_in_use: bool = torch.cuda.is_initialized()
     threads = [t for t in threading.enumerate() if not isinstance(t, threading.Timer)]
-    return len(threads) == 1 and not accelerator_in_use and _torch.world_group() is None
+    return (
+        len(threads) == 1
+        and not accelerator_in_use
+        and not _autograd_has_threads()
+        and _torch.world_group() is None
+    )
+
+
+def _autograd_has_threads() -> bool:
+    """Whether a backward here has started threads; each backward of a forked child would then raise.
+
+    It starts one for each accelerator, and for the pretended one that a fake tensor has left behind. Torch offers no
+    question for it; Linux tells their names.
+    """
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            if name.read_text().startswith("pt_autograd_"):
+                return True
+    return False
 
 
 def _current_filters() -> tuple[Filter, ...]:
