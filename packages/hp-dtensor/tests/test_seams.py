@@ -511,6 +511,7 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("inference", [False, True])
+@spmd(world_size=1, timeout=100)
 def test_other_subclasses_go_on_below_our_kernel(inference: bool) -> None:
     """Fake tensors, other classes and modes split at a tensor of indices as without us, and autograd sees it."""
     x, at = torch.arange(6.0), torch.tensor([2, 3])
