@@ -50,9 +50,8 @@ def _inputs(call: OpCall, tree: Sequence[PlacementTree]) -> tuple[Placement, ...
         return tuple(placement for placement in given if placement is not None)
     if len(given) > len(tensors):
         given = _passed(call, given)
-    given += [None] * (
-        len(tensors) - len(given)
-    )  # trailing ones that are no tensors may be left out
+    # Trailing ones that are no tensors may be left out.
+    given += [None] * (len(tensors) - len(given))
     out = tuple(
         placement
         for placement, is_tensor in zip(given, tensors, strict=False)
