@@ -2,8 +2,8 @@
 
 Most operators that are made of others fall apart above dispatch into ones that have rules. A few read the memory of an
 argument on the way (``tensor_split`` with a tensor of indices), compare what they rounded (``isclose``), or have a backward in
-Python that writes to plain buffers (the chunked ``linear_cross_entropy``). These are met earlier, above autograd, and said in terms of operators that are
-differentiable and have rules.
+Python that writes to plain buffers (the chunked ``linear_cross_entropy``). These are met earlier, above autograd, and said in
+terms of operators that are differentiable and have rules.
 
 Not taken: ``__torch_function__``, which sees every call of a program, and costs each of them more than the local operator.
 """

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 import torch.nn.functional as F
 from hp_dtensor import DTensor, Placement, Shard, Spec, explain
+from hp_dtensor.hits import keep
 from hp_dtensor.placements import shard_dim
 from hp_dtensor.spec import spec_of
 from hp_mesh import DeviceMesh
@@ -486,15 +487,15 @@ def _plain_layout(
     """How the result of ``F.linear`` is laid out without us; found once for each layout of what it is given."""
     given = (input, weight) if bias is None else (input, weight, bias)
     key = tuple(spec_of(tensor) for tensor in given)
-    if key not in _plain_layouts:
-        if len(_plain_layouts) == _MOST_LAYOUTS:
-            _plain_layouts.clear()
-        results: list[Tensor] = []
-        with torch.no_grad():  # what it saves is nobody's, and checkpointing counts it
-            explain(lambda *tensors: results.append(F.linear(*tensors)), *given)
-        spec = spec_of(results[0])
-        _plain_layouts[key] = None if spec is None else spec.placements
-    return _plain_layouts[key]
+    if key in _plain_layouts:
+        return _plain_layouts[key]
+    results: list[Tensor] = []
+    with torch.no_grad():  # what it saves is nobody's, and checkpointing counts it
+        explain(lambda *tensors: results.append(F.linear(*tensors)), *given)
+    spec = spec_of(results[0])
+    layout = None if spec is None else spec.placements
+    keep(_plain_layouts, _MOST_LAYOUTS, key, layout)
+    return layout
 
 
 # The compiler's way.
