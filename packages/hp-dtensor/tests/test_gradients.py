@@ -173,3 +173,22 @@ def test_copies_look_after_their_own_gradients() -> None:
             _step(other, batches[0], mesh)
             assert _grad(other).placements == (R,)
             torch.testing.assert_close(_grad(other).to_local(), _expected(weight, batches[:1]))
+
+
+@spmd(world_size=2)
+def test_zeros_that_torch_makes_up_in_a_gradient_of_a_gradient() -> None:
+    """The derivative of a sign is a plain zero without memory, on which every rank agrees."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def penalty(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad((x * x.abs()).sum().abs(), x, create_graph=True)
+        return (grad * grad).sum()
+
+    plain = x.clone().requires_grad_()
+    penalty(plain).backward()
+    assert plain.grad is not None
+    for placement in (R, P, Shard(0), Shard(1)):
+        leaf = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        penalty(leaf).backward()
+        torch.testing.assert_close(_grad(leaf).full_tensor(), plain.grad)

@@ -239,7 +239,11 @@ class _Arguments:
 
 def _unsafe(tensor: Tensor) -> bool:
     """Whether a plain tensor may hold other values on other ranks, for all we know."""
-    return tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
+    return (
+        tensor.numel() > 1
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and not tensor.is_meta
+    )
 
 
 def _trusted(value: Tensor, values: Iterable[object], position: int) -> bool:
