@@ -157,7 +157,7 @@ on_change(clear_caches)
 
 def _remember(key: object, plan: Plan) -> None:
     with _lock:
-        _statistics["evictions"] += hits.keep(_plans, MAX_PLANS, key, plan)
+        _statistics["evictions"] += len(hits.keep(_plans, MAX_PLANS, key, plan))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -699,10 +699,8 @@ def _offer(
             return
     elif plan.single is None and len(plan.outputs) < 2:
         return
-    hit = hits.Hit(
-        op, plan.local, plan.single, plan.outputs, returned, is_view=signature(op).is_view
-    )
-    hits.remember(cls, args, kwargs, hit)
+    hit = hits.Hit(plan.local, plan.single, plan.outputs, returned, is_view=signature(op).is_view)
+    hits.remember(cls, op, args, kwargs, hit)
 
 
 def _compose(

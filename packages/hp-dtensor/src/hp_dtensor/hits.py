@@ -44,8 +44,6 @@ MAX_HITS = 16384
 class Hit:
     """What to do when a key is met again."""
 
-    op: OpOverload
-    """The operator, kept alive so that its identity in the key stays its own."""
     local: Callable[..., object]
     """What to run on the local tensors."""
     single: Spec | None
@@ -71,7 +69,11 @@ class _Count:
         self.calls = 0
 
 
-_hits: dict[Key, Hit] = {}
+Known = tuple[dict[Key, Hit], bool]
+"""What an operator carries: its hits, and the answer of `scalars_by_type`."""
+
+_hits: dict[tuple[int, Key], dict[Key, Hit]] = {}
+"""Where each hit is kept, by the identity of its operator and its key."""
 _lock = threading.Lock()
 _counts: list[_Count] = []
 evicted = _Count()
@@ -123,8 +125,7 @@ _CONSTANTS = frozenset(
     {bool, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _NO_NAMES: dict[str, object] = {}
-_by_type: dict[int, bool] = {}
-"""The answers of `scalars_by_type` for operators that have been kept, by identity."""
+_NOTHING: Known = ({}, False)
 
 
 @cache
@@ -176,42 +177,44 @@ def _read_into(
     return True
 
 
-def _key(
-    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> Key | None:
-    """The key of a call; None where it has none."""
-    by_type = _by_type[id(op)] = scalars_by_type(op)
-    key: list[object] = [id(op)]
-    if not _read_into(cls, args, by_type, key, []):
-        return None
-    key.extend(kwargs)
-    return tuple(key) if _read_into(cls, tuple(kwargs.values()), by_type, key, []) else None
-
-
-def keep(table: dict[Any, T], most: int, key: object, value: T) -> int:
-    """Put *value* into *table* of at most *most* entries; the oldest half goes when it is full. Returns how many went."""
-    old = list(table)[: most // 2] if len(table) >= most else []
-    for gone in old:
+def keep(table: dict[Any, T], most: int, key: object, value: T) -> list[tuple[Any, T]]:
+    """Put *value* into *table* of at most *most* entries; the oldest half goes when it is full, and is returned."""
+    old = list(table.items())[: most // 2] if len(table) >= most else []
+    for gone, _ in old:
         del table[gone]
     table[key] = value
-    return len(old)
+    return old
 
 
-def remember(cls: type, args: Sequence[object], kwargs: Mapping[str, object], hit: Hit) -> None:
-    """Keep *hit* for the next call of its operator on such arguments, if these make a key."""
-    key = _key(cls, hit.op, args, kwargs)
-    if key is None:
+def remember(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], hit: Hit
+) -> None:
+    """Keep *hit* for the next call of *op* on such arguments, if these make a key."""
+    by_type = scalars_by_type(op)
+    parts: list[object] = []
+    if not _read_into(cls, args, by_type, parts, []):
         return
+    parts.extend(kwargs)
+    if not _read_into(cls, tuple(kwargs.values()), by_type, parts, []):
+        return
+    key = tuple(parts)
     hit.constants = not any(isinstance(v, (torch.Tensor, list, tuple)) for v in kwargs.values())
-    returns = schema_of(hit.op).returns
+    returns = schema_of(op).returns
     hit.as_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
     with _lock:
-        evicted.calls += keep(_hits, MAX_HITS, key, hit)
+        known: Known = vars(op).setdefault("hp_dtensor_hits", ({}, by_type))
+        dropped = keep(_hits, MAX_HITS, (id(op), key), known[0])
+        for (_, gone), table in dropped:
+            table.pop(gone, None)
+        evicted.calls += len(dropped)
+        known[0][key] = hit
 
 
 def clear() -> None:
     """Forget all."""
     with _lock:
+        for (_, key), table in _hits.items():
+            table.pop(key, None)
         _hits.clear()
 
 
@@ -248,7 +251,6 @@ def view_in_inference(
 
 def dispatcher(slow: Slow) -> Callable[..., object]:
     """The ``__torch_dispatch__`` of a class: answer from what is known, else ask *slow*."""
-    get, by_types = _hits.get, _by_type
     wrap_one, in_inference_mode = new_dtensor, torch.is_inference_mode_enabled
     answered = _Count()
 
@@ -260,36 +262,38 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         del types
-        # The keys of one tensor, of two, and of one with two whole numbers are what `_key` would say, without its loop.
+        try:
+            known, by_type = func.hp_dtensor_hits  # type: ignore[attr-defined]  # ours
+        except AttributeError:
+            known, by_type = _NOTHING
+        # The keys of one tensor, of two, and of one with two whole numbers are what `remember` says, without its loop.
         count = 0 if kwargs else len(args)
-        if count == 1 and type(args[0]) is cls:
-            (only,) = args
-            hit = get((id(func), only._own))  # type: ignore[attr-defined]  # each has one
+        if count == 2 and type(args[0]) is cls is type(args[1]):
+            left, right = args
+            hit = known.get((left._own, right._own))  # type: ignore[attr-defined]  # each has one
             if hit is None:
                 # Dispatch counts who holds an argument (`hp_dtensor.temporaries`), and these names would count.
-                del only
-                return slow(cls, func, args, _NO_NAMES)
-            result = hit.local(only._local_tensor)  # type: ignore[attr-defined]  # as above
-        elif count == 2 and type(args[0]) is cls is type(args[1]):
-            left, right = args
-            hit = get((id(func), left._own, right._own))  # type: ignore[attr-defined]  # as above
-            if hit is None:
                 del left, right
                 return slow(cls, func, args, _NO_NAMES)
             result = hit.local(left._local_tensor, right._local_tensor)  # type: ignore[attr-defined]  # as above
+        elif count == 1 and type(args[0]) is cls:
+            (only,) = args
+            hit = known.get((only._own,))  # type: ignore[attr-defined]  # as above
+            if hit is None:
+                del only
+                return slow(cls, func, args, _NO_NAMES)
+            result = hit.local(only._local_tensor)  # type: ignore[attr-defined]  # as above
         elif (
             count == 3
             and type(args[0]) is cls
             and type(args[1]) is int is type(args[2])
-            and (hit := get((id(func), args[0]._own, args[1], args[2])))  # type: ignore[attr-defined]  # as above
+            and (hit := known.get((args[0]._own, args[1], args[2])))  # type: ignore[attr-defined]  # as above
         ):
             result = hit.local(args[0]._local_tensor, args[1], args[2])  # type: ignore[attr-defined]  # as above
         else:
-            number = id(func)
-            by_type = by_types.get(number)
-            key: list[object] = [number]
+            key: list[object] = []
             filled: list[object] = []
-            if by_type is None or not _read_into(cls, args, by_type, key, filled):
+            if not known or not _read_into(cls, args, by_type, key, filled):
                 return slow(cls, func, args, kwargs or _NO_NAMES)
             named: list[object] = []
             if kwargs:
@@ -297,7 +301,7 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
                 if not _read_into(cls, tuple(kwargs.values()), by_type, key, named):
                     return slow(cls, func, args, kwargs)
             try:
-                hit = get(tuple(key))
+                hit = known.get(tuple(key))
             except TypeError:  # a symbolic size
                 hit = None
             if hit is None:
@@ -313,11 +317,11 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
             outputs = hit.outputs if hit.single is None else (hit.single,)
             return view_in_inference(cls, args[0], outputs, result)
         if hit.single is not None:
-            return wrap_one(cls, result, hit.single, False)  # type: ignore[arg-type]  # the spec says it is a tensor
+            return wrap_one(cls, result, hit.single, False)
         if hit.returned is not None:
             return args[hit.returned]
         if hit.as_list:
-            return list(map(wrap_one, repeat(cls), result, hit.outputs, repeat(False)))  # type: ignore[call-overload]  # a list
+            return list(map(wrap_one, repeat(cls), result, hit.outputs, repeat(False)))
         return wrap(cls, hit.outputs, result) if hit.outputs else None
 
     _counts.append(answered)

@@ -273,7 +273,7 @@ def _remember(
             return
     elif schema_of(op).returns:
         return
-    hits.remember(cls, args, kwargs, hits.Hit(op, hits.fastest(op), None, outputs, None))
+    hits.remember(cls, op, args, kwargs, hits.Hit(hits.fastest(op), None, outputs, None))
 
 
 def _wrapped(cls: type, op: OpOverload, local: Tensor, target: Spec) -> Tensor:
