@@ -411,6 +411,27 @@ def linear() -> Iterable[Sample]:
     return [s(x, weight), s(x, weight, bias), s(flat, weight, bias), s(row, weight, bias)]
 
 
+@samples("linear_backward.default")
+def linear_backward() -> Iterable[Sample]:
+    weight = draw((3, 4))[0]
+    masks = ([True, True, True], [True, False, False], [False, True, True], [True, True, False])
+    return [
+        s(*draw((*lead, 4), (*lead, 3)), weight, mask) for lead in ((2, 5), (5,)) for mask in masks
+    ]
+
+
+def gradients_of_a_layer(
+    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: list[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """What autograd finds, for torch has no kernel of ``linear_backward`` on dense tensors."""
+    leaves = [t.clone().requires_grad_() for t in (x, weight, weight[:, 0])]
+    found = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, grad)
+    return tuple(t if wanted else None for t, wanted in zip(found, mask, strict=True))
+
+
+REFERENCES = {"linear_backward.default": gradients_of_a_layer}
+
+
 @samples("matmul.default")
 def matmul() -> Iterable[Sample]:
     return [
@@ -1768,6 +1789,7 @@ def test_each_strategy_of_each_rule_is_right(name: str) -> None:
         split_factors=(2,),
         at_most=4,
         values=name not in WITHOUT_VALUES,
+        reference=REFERENCES.get(name),
     )
 
 

@@ -29,6 +29,7 @@ from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -498,6 +499,40 @@ def test_a_kernel_above_autograd_is_for_subclasses_alone() -> None:
     assert not seam._BELOW_SNAPSHOTS.has(key)
     assert seam._BELOW_SNAPSHOTS.has(torch._C.DispatchKey.AutogradCPU)
     assert seam._BELOW_SNAPSHOTS.has(torch._C.DispatchKey.Python)
+
+
+def test_the_derivative_of_a_whole_linear_layer() -> None:
+    """Torch keeps it for nested tensors; all others take the layer apart, and no tensor meets the kernel that does so here."""
+    table = torch._C._dispatch_dump_table("aten::linear").splitlines()
+    kinds = dict(line.split(": ", 1) for line in table)
+    assert kinds["AutogradNestedTensor"].endswith("[autograd kernel]")
+    assert kinds["AutogradCPU"].endswith("[math kernel]")
+    assert kinds["CPU"].endswith("[math kernel]")
+    x, weight, grad = torch.randn(2, 3), torch.randn(4, 3), torch.randn(2, 4)
+    op = torch.ops.aten.linear_backward.default
+    found = op.decompose(x, grad, weight, [True, True, True])
+    leaves = [t.clone().requires_grad_() for t in (x, weight, weight[:, 0])]
+    expected = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, grad)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_who_looks_on_at_an_operator() -> None:
+    """The number of dispatch modes, and the level of forward-mode derivatives, inside ``torch.func`` as well."""
+    assert not torch._C._len_torch_dispatch_stack()
+    with Counting(), FakeTensorMode():
+        assert torch._C._len_torch_dispatch_stack() == 2
+    assert forward_ad._current_level < 0
+    with forward_ad.dual_level():
+        assert forward_ad._current_level == 0
+
+    def level(x: torch.Tensor) -> torch.Tensor:
+        assert forward_ad._current_level >= 0
+        return x
+
+    one = torch.ones(1)
+    torch.func.jvp(level, (one,), (one,))
+    assert forward_ad._current_level < 0
 
 
 class Counting(TorchDispatchMode):

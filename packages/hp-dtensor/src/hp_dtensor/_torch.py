@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # a functional collective names its group, and only torch knows which it is
 )
@@ -78,6 +79,7 @@ __all__ = [
     "hint",
     "is_traced",
     "is_transformed",
+    "keep_linear_whole",
     "kept_for_replays",
     "local_scalar",
     "mark_parameter",
@@ -431,7 +433,7 @@ def above_autograd(
             if any(isinstance(value, TorchDTensor) for value in (*args, *kwargs.values())):
                 return function(*args, **kwargs)
             op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-            return _below_snapshots(op, keys, args, kwargs)
+            return _below_snapshots(op, keys & _BELOW_SNAPSHOTS, args, kwargs)
 
         library.impl(name, kernel, "PythonTLSSnapshot", with_keyset=True)
         return function
@@ -441,21 +443,109 @@ def above_autograd(
 
 def _below_snapshots(
     op: OpOverload,
-    keys: torch._C.DispatchKeySet,
+    below: torch._C.DispatchKeySet,
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> object:
-    """Go on with a call that met our kernel, without the key of it and without hiding the key from the operators inside.
+    """Go on with a call that met our kernel at the keys *below* it, without hiding its key from the operators inside.
 
     Torch 2.12 wants the snapshot that our kernel stands in for where an operator goes straight to ``__torch_dispatch__``,
     as under ``inference_mode``. It says so before anything has run; there the operator falls apart first.
     """
     try:
-        return op.redispatch(keys & _BELOW_SNAPSHOTS, *args, **kwargs)
+        return op._handle.redispatch_boxed(below, *args, **kwargs)
     except RuntimeError as error:
-        if "tls_on_entry" not in str(error) or not op._can_decompose():
+        if not _wants_a_snapshot(error) or not op._can_decompose():
             raise
     return op.decompose(*args, **kwargs)
+
+
+def _wants_a_snapshot(error: RuntimeError) -> bool:
+    return "tls_on_entry" in str(error)
+
+
+# Where torch keeps the derivative of a whole linear layer, and where a call goes on below it: to `__torch_dispatch__`, or to a
+# kernel of ours, at a key that torch keeps for prototypes of devices.
+_AUTOGRAD_OF_NESTED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
+_THEN_PYTHON = _AUTOGRAD_OF_NESTED | torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_THEN_APART = _AUTOGRAD_OF_NESTED | torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
+
+
+class _Probe(torch.Tensor):
+    """A tensor that operators leave as it is."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's hook
+        return args[0]
+
+
+def _python_wants_a_snapshot() -> bool:
+    """Whether this torch refuses to go from autograd to ``__torch_dispatch__`` past the kernel that takes the snapshot."""
+    with disable_current_modes():
+        probe = torch.Tensor._make_wrapper_subclass(_Probe, (1, 1))
+        try:
+            torch.ops.aten.linear.default.redispatch(_THEN_PYTHON, probe, probe, None)
+        except RuntimeError as error:
+            return _wants_a_snapshot(error)
+    return False
+
+
+def keep_linear_whole(kind: type, gradients: Callable[..., object]) -> None:
+    """Let a linear layer of tensors of the exact class *kind* be one node of the graph, and one operator for dispatch.
+
+    Torch has a derivative for the whole layer, which nested tensors take; for all others the layer falls apart above autograd
+    into transposes, views and a product. A call that is the program's own, and seen by no transform and no autocast, is sent
+    to that derivative. Where a dispatch mode looks at operators, the layer falls apart below it: the graph must not depend on
+    who looks, or a checkpointed region would save other tensors when it runs again.
+
+    Two calls take the other way: the derivative saves both factors, though the gradient of the weight may not be wanted; and
+    the derivative of the derivative forgets to conjugate.
+
+    *gradients* says what ``linear_backward`` is composed of, for modes that count products.
+    """
+    op = torch.ops.aten.linear.default
+    redispatch = (
+        op._handle.redispatch_boxed
+    )  # what `redispatch` ends in, without a frame of Python
+    falls_apart = _python_wants_a_snapshot()
+    ways: dict[int, tuple[torch._C.DispatchKeySet, bool]] = {}
+    watchers = torch._C._len_torch_dispatch_stack
+
+    def layer(
+        keys: torch._C.DispatchKeySet, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> object:
+        number = keys.raw_repr()
+        if number not in ways:
+            rest = keys & _BELOW_SNAPSHOTS
+            ways[number] = rest, rest.highestPriorityTypeId().name.startswith("Autograd")
+        below, is_next_autograd = ways[number]
+        if (
+            type(x) is kind is type(weight)
+            and is_next_autograd
+            and (bias is None or (type(bias) is kind and bias.dim() == 1))
+            and x.dim() > 1
+            and weight.dim() == 2  # a matrix
+            and (weight.requires_grad or not x.requires_grad)
+            and not x.dtype.is_complex
+            and forward_ad._current_level < 0
+        ):
+            apart = falls_apart or watchers()
+            return redispatch(_THEN_APART if apart else _THEN_PYTHON, x, weight, bias)
+        return _below_snapshots(op, below, (x, weight, bias), {})
+
+    def layer_apart(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
+        """The operators that autograd would meet; below it a composed one is seen whole, and said in others here."""
+        if bias is not None and (x.dim() == 2 or x.is_contiguous()):  # rows
+            return op.decompose(x, weight, bias)
+        product = torch.ops.aten.matmul.default.decompose(x, weight.t())
+        return product if bias is None else product.add_(bias)
+
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+    library.impl("linear", layer, "PythonTLSSnapshot", with_keyset=True)
+    library.impl("linear", layer_apart, "PrivateUse3")
+    backward = torch.ops.aten.linear_backward.default
+    backward.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(gradients)
 
 
 _libraries: list[torch.library.Library] = []

@@ -25,6 +25,7 @@ from hp_dtensor._torch import (
     TensorMeta,
     TorchDTensor,
     disabled_torch_function,
+    keep_linear_whole,
     mark_parameter,
     new_dtensor,
     scatter_uneven_strided_shards,
@@ -39,6 +40,7 @@ from hp_dtensor.layout import Layout, PlacementsLike, folding, resolve
 from hp_dtensor.placements import REPLICATE, Partial, Placement, RaggedShard
 from hp_dtensor.random import policy_of
 from hp_dtensor.replicas import watching
+from hp_dtensor.rules.matmul import layer_gradients
 from hp_dtensor.spec import Spec, contiguous_stride, make_spec, spec_from_torch, spec_of
 
 if TYPE_CHECKING:
@@ -527,4 +529,5 @@ def as_dtensor(tensor: TorchDTensor) -> DTensor:
 # What a checkpoint of ours holds, so that torch.load(weights_only=True) takes it. Torch lists its own types itself.
 torch.serialization.add_safe_globals([DTensor, RaggedShard, rebuild, TensorMeta, DTensorSpec])
 support_foreach(DTensor)
+keep_linear_whole(DTensor, layer_gradients)
 scatter_uneven_strided_shards()

@@ -22,6 +22,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch.nn import functional
 
 from hp_dtensor._torch import direct, new_dtensor, schema_of
 
@@ -98,6 +99,7 @@ def _bindings() -> Iterator[tuple[OpOverload, Callable[..., object]]]:
         "Tensor": "add_ sub_ mul_ div_",
         "default": "zero_ expand neg exp log sqrt rsqrt cos sin abs relu sigmoid tanh clone detach",
     }
+    yield aten.linear.default, functional.linear
     for owner, names in ((torch, functions), (torch.Tensor, methods)):
         for overload, listed in names.items():
             for name in listed.split():

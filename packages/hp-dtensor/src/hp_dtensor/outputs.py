@@ -22,6 +22,7 @@ import torch
 
 from hp_dtensor._torch import schema_of
 from hp_dtensor.rules._registry import aten_ops
+from hp_dtensor.rules.matmul import layer_gradients
 from hp_dtensor.spec import contiguous_stride
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ _LIKE_THE_FIRST = frozenset(
 
 def plain_outputs(
     op: OpOverload, args: Sequence[object], run: Run, metas: Sequence[TensorMeta]
-) -> Tensor | None:
-    """What *op* gives, as a tensor on the meta device; None where the meta device itself has to say it.
+) -> object:
+    """What *op* gives, as tensors on the meta device; None where the meta device itself has to say it.
 
     Args:
         op: the operator.
@@ -63,6 +64,11 @@ def plain_outputs(
             return _concatenated(args[1] if len(args) > 1 else 0, metas)
         if op is aten.fractional_max_pool3d_backward.default:  # which has no metadata kernel
             return torch.empty(metas[1].shape, dtype=metas[1].dtype, device="meta")
+        if op is aten.linear_backward.default:  # nor has this
+            source, grad, weight = (
+                torch.empty(m.shape, dtype=m.dtype, device="meta") for m in metas
+            )
+            return layer_gradients(source, grad, weight, cast("Sequence[bool]", args[3]))
         if op in _LIKE_THE_FIRST and _is_row_major(metas[0]):
             return torch.empty(metas[0].shape, dtype=cast("torch.dtype", args[3]), device="meta")
         if torch.Tag.pointwise in op.tags:

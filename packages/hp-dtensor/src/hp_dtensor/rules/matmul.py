@@ -14,9 +14,12 @@ than P, and its sum may be fused with what follows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.rules._labels import Dims, broadcast_dims, label_strategies
 from hp_dtensor.rules._registry import (
     LinearFinder,
@@ -30,7 +33,9 @@ from hp_dtensor.rules._registry import (
 )
 from hp_dtensor.rules.pointwise import is_in_place, linear_in
 
-__all__ = ["product"]
+__all__ = ["layer_gradients", "product"]
+
+REPLICATE: Placement = Replicate()
 
 
 def product(equation: str, addend: str | None = None) -> Rule:
@@ -112,18 +117,63 @@ def _linear(call: OpCall) -> Iterator[Strategy]:
     source, weight = call.tensors[0], call.tensors[1]
     lead = [("lead", dim) for dim in range(len(source.shape) - 1)]
     rows: list[str] = ["o"] if len(weight.shape) == 2 else []
-    inputs: list[Dims] = [[*lead, "k"], [*rows, "k"], rows]
-    yield from label_strategies(
-        call,
-        inputs[: len(call.tensors)],
-        [[*lead, *rows]],
-        addends=(2,),
-    )
+    result: Dims = [*lead, *rows]
+    inputs: list[Dims] = [[*lead, "k"], [*rows, "k"]]
+    inputs += [result[len(result) - len(bias.shape) :] for bias in call.tensors[2:]]
+    yield from label_strategies(call, inputs, [result], addends=(2,))
 
 
 def _linear_groups(call: OpCall) -> Iterable[frozenset[int]]:
     bias = [2] if len(call.tensors) > 2 else []
     return linear_in(call, [[0, *bias], [1, *bias]])
+
+
+def _linear_backward(call: OpCall) -> Iterator[Strategy]:
+    """``(input, grad, weight, wanted) -> (grad of input, of weight, of bias)``.
+
+    The gradient of the input needs no input, and that of the weight no weight: what is not read stays as it is.
+    """
+    lead = [("lead", dim) for dim in range(len(call.tensors[0].shape) - 1)]
+    inputs: list[Dims] = [[*lead, "k"], [*lead, "o"], ["o", "k"]]
+    results: list[Dims | Placement] = [[*lead, "k"], ["o", "k"], ["o"]]
+    unread = [at for at, result in ((0, 1), (2, 0)) if call.outputs[result] is None]
+
+    def strategies() -> Iterator[Strategy]:
+        yield from label_strategies(call, inputs, results, labels=[*lead, "o"])
+        yield from label_strategies(call, inputs, [*results[:2], REPLICATE], labels=["k"])
+        for kind in (Partial("sum"), Partial("avg")):
+            for factor, result in ((0, 1), (2, 0)):
+                given, made = [REPLICATE] * 3, [REPLICATE] * 3
+                given[factor] = made[result] = kind
+                kept = zip(call.outputs, made, strict=True)
+                yield Strategy(
+                    tuple([None if meta is None else place for meta, place in kept]), tuple(given)
+                )
+
+    for strategy in strategies():
+        given = list(strategy.inputs)
+        for at in unread if call.present else ():
+            given[at] = call.present[at]
+        yield replace(strategy, inputs=tuple(given))
+
+
+def _layer_gradients(_: LocalCall) -> Callable[..., object]:
+    return layer_gradients
+
+
+def layer_gradients(
+    source: Tensor, grad: Tensor, weight: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """What ``aten::linear_backward`` gives, which torch has no kernel of for dense tensors."""
+    if grad.is_complex():
+        source, weight = source.conj(), weight.conj()
+    flat = grad.dim() == 2
+    rows = grad if flat else grad.flatten(0, -2)
+    return (
+        torch.matmul(grad, weight) if wanted[0] else None,
+        torch.mm(rows.t(), source if flat else source.flatten(0, -2)) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
 
 
 def _matmul(call: OpCall) -> Iterator[Strategy]:
@@ -209,4 +259,7 @@ def _scaled(call: OpCall) -> Iterator[Strategy]:
 register_rule(aten_ops("_grouped_mm.default"), _grouped, linear=FACTORS)
 register_rule(aten_ops("_scaled_mm.default"), _scaled)
 register_rule(aten_ops("linear"), _linear, linear=_linear_groups)
+register_rule(
+    aten_ops("linear_backward.default"), _linear_backward, local=_layer_gradients, linear=[[1]]
+)
 register_rule(aten_ops("matmul"), _matmul, linear=FACTORS)

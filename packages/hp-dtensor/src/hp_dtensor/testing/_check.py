@@ -85,6 +85,7 @@ def check_rule(
     values: bool = True,
     at_most: int = 64,
     seed: int = 0,
+    reference: Callable[..., object] | None = None,
 ) -> int:
     """Check every strategy that the rule of *op* has for *samples*.
 
@@ -99,6 +100,8 @@ def check_rule(
             are checked.
         at_most: See *mesh_shapes*.
         seed: Seed of addends and choices.
+        reference: What is right on whole tensors, for an operator that has no kernel here; the
+            operator itself by default.
 
     Returns:
         How many combinations of strategy, sample and mesh were checked.
@@ -121,7 +124,7 @@ def check_rule(
     checked = 0
     for sample in samples:
         for mesh_shape in [*((size,) for size in axis_sizes), *mesh_shapes]:
-            trial = _Trial(op, entry, sample, mesh_shape, generator, values)
+            trial = _Trial(op, entry, sample, mesh_shape, generator, values, reference or op)
             checked += trial.run(split_factors, at_most)
     return checked
 
@@ -324,13 +327,14 @@ class _Trial:
         mesh_shape: tuple[int, ...],
         generator: random.Random,
         values: bool,
+        reference: Callable[..., object],
     ) -> None:
         self.op, self.entry, self.sample, self.mesh_shape = op, entry, sample, mesh_shape
         self.generator, self.values = generator, values
         self.before = [*_leaves(list(sample.args)), *_leaves(list(sample.kwargs.values()))]
         self.after = [tensor.clone() for tensor in self.before]
         args, kwargs = _filled(sample, self.after)
-        self.expected = _flat(op(*args, **kwargs))
+        self.expected = _flat(reference(*args, **kwargs))
         self.written = [
             position
             for position, (old, new) in enumerate(zip(self.before, self.after, strict=True))
