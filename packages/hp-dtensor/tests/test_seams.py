@@ -509,6 +509,9 @@ def test_the_derivative_of_a_whole_linear_layer() -> None:
     assert kinds["AutogradCPU"].endswith("[math kernel]")
     assert kinds["CPU"].endswith("[math kernel]")
     x, weight, grad = torch.randn(2, 3), torch.randn(4, 3), torch.randn(2, 4)
+    assert isinstance(seam.python_wants_a_snapshot(), bool)
+    if seam.python_wants_a_snapshot():
+        return
     op = torch.ops.aten.linear_backward.default
     found = op.decompose(x, grad, weight, [True, True, True])
     leaves = [t.clone().requires_grad_() for t in (x, weight, weight[:, 0])]

@@ -86,6 +86,7 @@ __all__ = [
     "mask_of",
     "new_dtensor",
     "outside_transforms",
+    "python_wants_a_snapshot",
     "read_seed_field",
     "scatter_uneven_strided_shards",
     "schema_of",
@@ -479,7 +480,7 @@ class _Probe(torch.Tensor):
         return args[0]
 
 
-def _python_wants_a_snapshot() -> bool:
+def python_wants_a_snapshot() -> bool:
     """Whether this torch refuses to go from autograd to ``__torch_dispatch__`` past the kernel that takes the snapshot."""
     with disable_current_modes():
         probe = torch.Tensor._make_wrapper_subclass(_Probe, (1, 1))
@@ -501,13 +502,15 @@ def keep_linear_whole(kind: type, gradients: Callable[..., object]) -> None:
     Two calls take the other way: the derivative saves both factors, though the gradient of the weight may not be wanted; and
     the derivative of the derivative forgets to conjugate.
 
-    *gradients* says what ``linear_backward`` is composed of, for modes that count products.
+    *gradients* says what ``linear_backward`` is composed of, for modes that count products. Torch 2.12 does not let a call past
+    the kernel that ours stands in for; layers fall apart there as ever.
     """
+    if python_wants_a_snapshot():
+        return
     op = torch.ops.aten.linear.default
     redispatch = (
         op._handle.redispatch_boxed
     )  # what `redispatch` ends in, without a frame of Python
-    falls_apart = _python_wants_a_snapshot()
     ways: dict[int, tuple[torch._C.DispatchKeySet, bool]] = {}
     watchers = torch._C._len_torch_dispatch_stack
 
@@ -529,9 +532,8 @@ def keep_linear_whole(kind: type, gradients: Callable[..., object]) -> None:
             and not x.dtype.is_complex
             and forward_ad._current_level < 0
         ):
-            apart = falls_apart or watchers()
-            return redispatch(_THEN_APART if apart else _THEN_PYTHON, x, weight, bias)
-        return _below_snapshots(op, below, (x, weight, bias), {})
+            return redispatch(_THEN_APART if watchers() else _THEN_PYTHON, x, weight, bias)
+        return redispatch(below, x, weight, bias)
 
     def layer_apart(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
         """The operators that autograd would meet; below it a composed one is seen whole, and said in others here."""
