@@ -156,18 +156,21 @@ def test_one_node_and_one_operator_each_way() -> None:
 
 @spmd(world_size=1)
 def test_a_frozen_weight_saves_no_input() -> None:
-    """Only the weight is wanted for the gradient of the input; the input may be large."""
+    """The gradients of the input and of the bias need none; it may be large."""
     mesh = init_device_mesh("cpu", (1,))
-    for bias in (True, False):
+    for of_input, bias in ((True, True), (True, False), (False, True)):
         given = _layer(bias=bias)
+        given[0].requires_grad_(of_input)
         given[1].requires_grad_(False)
-        x, *rest = _laid(given, mesh)
+        laid = _laid(given, mesh)
         saved: list[Tensor] = []
         with _saving(saved):
-            F.linear(x, *rest).sum().backward()
-        assert [sorted(t.shape) for t in saved] == [sorted((IN, OUT))]
+            F.linear(*laid).sum().backward()
+        assert [sorted(t.shape) for t in saved] == [sorted((IN, OUT))] * of_input
         F.linear(*given).sum().backward()
-        torch.testing.assert_close(_whole(x.grad), given[0].grad)
+        for plain, tensor in zip(given, laid, strict=True):
+            if plain.requires_grad:
+                torch.testing.assert_close(_whole(tensor.grad), plain.grad)
 
 
 class Recorder(TorchDispatchMode):

@@ -408,7 +408,8 @@ def addr_() -> Iterable[Sample]:
 @samples("linear.default")
 def linear() -> Iterable[Sample]:
     x, flat, row, weight, bias = draw((2, 5, 4), (5, 4), (4,), (3, 4), (3,))
-    return [s(x, weight), s(x, weight, bias), s(flat, weight, bias), s(row, weight, bias)]
+    others = [s(flat, weight, other) for other in draw((1, 3), (5, 3), (1,))]
+    return [s(x, weight), s(x, weight, bias), s(flat, weight, bias), s(row, weight, bias), *others]
 
 
 @samples("linear_backward.default")

@@ -499,8 +499,8 @@ def keep_linear_whole(kind: type, gradients: Callable[..., object]) -> None:
     to that derivative. Where a dispatch mode looks at operators, the layer falls apart below it: the graph must not depend on
     who looks, or a checkpointed region would save other tensors when it runs again.
 
-    Two calls take the other way: the derivative saves both factors, though the gradient of the weight may not be wanted; and
-    the derivative of the derivative forgets to conjugate.
+    Two calls take the other way: one with a frozen weight, for the derivative saves the input even if only the gradient of the
+    weight needs it; and one of complex numbers, which the derivative of the derivative forgets to conjugate.
 
     *gradients* says what ``linear_backward`` is composed of, for modes that count products. Torch 2.12 does not let a call past
     the kernel that ours stands in for; layers fall apart there as ever.
@@ -508,9 +508,8 @@ def keep_linear_whole(kind: type, gradients: Callable[..., object]) -> None:
     if python_wants_a_snapshot():
         return
     op = torch.ops.aten.linear.default
-    redispatch = (
-        op._handle.redispatch_boxed
-    )  # what `redispatch` ends in, without a frame of Python
+    # What `redispatch` ends in, without a frame of Python in between.
+    redispatch = op._handle.redispatch_boxed
     ways: dict[int, tuple[torch._C.DispatchKeySet, bool]] = {}
     watchers = torch._C._len_torch_dispatch_stack
 
@@ -528,7 +527,7 @@ def keep_linear_whole(kind: type, gradients: Callable[..., object]) -> None:
             and (bias is None or (type(bias) is kind and bias.dim() == 1))
             and x.dim() > 1
             and weight.dim() == 2  # a matrix
-            and (weight.requires_grad or not x.requires_grad)
+            and (weight.requires_grad or not torch.is_grad_enabled())
             and not x.dtype.is_complex
             and forward_ad._current_level < 0
         ):

@@ -137,18 +137,21 @@ def _linear_backward(call: OpCall) -> Iterator[Strategy]:
     inputs: list[Dims] = [[*lead, "k"], [*lead, "o"], ["o", "k"]]
     results: list[Dims | Placement] = [[*lead, "k"], ["o", "k"], ["o"]]
     unread = [at for at, result in ((0, 1), (2, 0)) if call.outputs[result] is None]
+    for at in unread:
+        inputs[at] = [None] * len(inputs[at])
 
     def strategies() -> Iterator[Strategy]:
         yield from label_strategies(call, inputs, results, labels=[*lead, "o"])
         yield from label_strategies(call, inputs, [*results[:2], REPLICATE], labels=["k"])
         for kind in (Partial("sum"), Partial("avg")):
-            for factor, result in ((0, 1), (2, 0)):
-                given, made = [REPLICATE] * 3, [REPLICATE] * 3
-                given[factor] = made[result] = kind
-                kept = zip(call.outputs, made, strict=True)
-                yield Strategy(
-                    tuple([None if meta is None else place for meta, place in kept]), tuple(given)
-                )
+            for factor, products in ((0, {1}), (1, {0, 1, 2}), (2, {0})):
+                given = [REPLICATE] * 3
+                given[factor] = kind
+                made = [
+                    None if meta is None else kind if at in products else REPLICATE
+                    for at, meta in enumerate(call.outputs)
+                ]
+                yield Strategy(tuple(made), tuple(given))
 
     for strategy in strategies():
         given = list(strategy.inputs)
@@ -259,7 +262,5 @@ def _scaled(call: OpCall) -> Iterator[Strategy]:
 register_rule(aten_ops("_grouped_mm.default"), _grouped, linear=FACTORS)
 register_rule(aten_ops("_scaled_mm.default"), _scaled)
 register_rule(aten_ops("linear"), _linear, linear=_linear_groups)
-register_rule(
-    aten_ops("linear_backward.default"), _linear_backward, local=_layer_gradients, linear=[[1]]
-)
+register_rule(aten_ops("linear_backward.default"), _linear_backward, local=_layer_gradients)
 register_rule(aten_ops("matmul"), _matmul, linear=FACTORS)
