@@ -281,6 +281,64 @@ def test_few_operators_run_on_replicas() -> None:
     assert not WHOLE & (LISTED.keys() | SIZED_BY_VALUES)
 
 
+def _alike(plain: object, tensors: list[Any]) -> object:
+    """The *tensors* as an operator takes them that gave *plain*: in a tuple, or one alone."""
+    return tuple(tensors) if isinstance(plain, tuple) else tensors[0]
+
+
+def _sweep_outs(names: Sequence[str]) -> tuple[int, list[str]]:
+    """On each rank: how many calls with ``out=`` were made, and what was not right; on drawn layouts of all tensors."""
+    from hp_dtensor import Replicate, Shard, distribute_tensor
+    from hp_mesh import init_device_mesh
+    from torch.utils._pytree import tree_map
+
+    mesh = init_device_mesh("cpu", (2,))
+    known = _op_db()
+    made, faults = 0, []
+    for name in names:
+        info = known[name]
+        if not info.supports_out or name in WITHOUT_VALUES:
+            continue
+        samples = [s for s in _samples(info, torch.float32, False) if _compares(s)]
+        draw = random.Random(f"{SEED} {name}")
+
+        def laid(value: object, draw: random.Random = draw) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
+            places = [Replicate(), *map(Shard, range(value.dim()))]
+            return distribute_tensor(value, mesh, [draw.choice(places)], src_data_rank=None)
+
+        for sample in draw.sample(samples, min(3, len(samples))):
+            given = (sample.input, *sample.args)
+            try:
+                plain = info.op(*given, **sample.kwargs)
+                expected = list(plain) if isinstance(plain, tuple) else [plain]
+                zeros = [torch.zeros_like(one) for one in expected]
+                info.op(*given, **sample.kwargs, out=_alike(plain, zeros))
+            except Exception:  # noqa: BLE001
+                continue  # no tensors, a sample for another device, or one of a form without out=
+            outs = [laid(torch.zeros_like(one)) for one in expected]
+            args, kwargs = tree_map(laid, given), tree_map(laid, sample.kwargs)
+            made += 1
+            try:
+                info.op(*args, **kwargs, out=_alike(plain, outs))
+                whole = [out.full_tensor() for out in outs]  # type: ignore[attr-defined]  # distributed
+                torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+            except Exception as error:  # noqa: BLE001
+                faults.append(f"{name}: {type(error).__name__}: {error}"[:400])
+    return made, faults
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_written_to_out_is_right() -> None:
+    """Each operator that takes ``out=`` fills a tensor of any layout with what it gives on whole tensors."""
+    names = [name for name, info in _op_db().items() if torch.float32 in info.dtypes]
+    made, faults = run_spmd(_sweep_outs, names, world_size=2, timeout=240)[0]
+    assert made > 500
+    assert not faults, "\n".join(faults)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])

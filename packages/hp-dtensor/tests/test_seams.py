@@ -519,6 +519,13 @@ def test_the_derivative_of_a_whole_linear_layer() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_the_forms_that_write_and_are_composed() -> None:
+    """By name, for all operators that torch has; forms with a kernel, and operators without ``out=``, are not among them."""
+    names = seam.composed_out_forms()
+    assert {"kron.out", "linalg_matrix_rank.out", "quantile.scalar_out"} < set(names)
+    assert not {"add.out", "kron", "to.dtype_layout"} & set(names)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_who_looks_on_at_an_operator() -> None:
     """The number of dispatch modes, and the level of forward-mode derivatives, inside ``torch.func`` as well."""

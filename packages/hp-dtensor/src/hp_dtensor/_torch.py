@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
@@ -66,6 +67,7 @@ __all__ = [
     "TorchDTensor",
     "above_autograd",
     "base_of",
+    "composed_out_forms",
     "decompose",
     "decomposition_of",
     "define_operator",
@@ -422,8 +424,8 @@ def above_autograd(
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Let the decorated function answer an operator for distributed tensors, before autograd sees it.
 
-    It gets the arguments of the call. One that this torch lacks is never called. The dispatch key is one that tensor
-    subclasses alone carry, so that plain tensors do not pay; other subclasses go on as before.
+    It gets the arguments of the call, and may return NotImplemented to let it go on. One that this torch lacks is never called.
+    The dispatch key is one that tensor subclasses alone carry, so that plain tensors do not pay; other subclasses go on as before.
     """
     library = torch.library.Library(namespace, "IMPL")
     _libraries.append(library)
@@ -432,7 +434,9 @@ def above_autograd(
     def register(function: Callable[..., object]) -> Callable[..., object]:
         def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
             if any(isinstance(value, TorchDTensor) for value in (*args, *kwargs.values())):
-                return function(*args, **kwargs)
+                answer = function(*args, **kwargs)
+                if answer is not NotImplemented:
+                    return answer
             op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
             return _below_snapshots(op, keys & _BELOW_SNAPSHOTS, args, kwargs)
 
@@ -440,6 +444,19 @@ def above_autograd(
         return function
 
     return register
+
+
+def composed_out_forms() -> list[str]:
+    """The names (``kron.out``) of the operators of ``aten`` that write to ``out=`` and are composed of others."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted(
+        name
+        for name in names
+        if re.search(r"^\w+\.(out|out_\w+|\w+_out)$", name)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{name}", "CompositeImplicitAutograd"
+        )
+    )
 
 
 def _below_snapshots(

@@ -59,6 +59,7 @@ from hp_dtensor.modes import (
     note_moves,
     refuse_communication,
 )
+from hp_dtensor.out_forms import functional_form, must_resize, write_outs
 from hp_dtensor.placements import REPLICATE
 from hp_dtensor.redistribute import redistribute_tensor
 from hp_dtensor.replicas import differing
@@ -622,6 +623,9 @@ def dispatch_by_rule(
         given, named = with_tensors(args, kwargs, single)
         return dispatch(cls, op, given, named)
     specs = _admit(op, found)
+    form = functional_form(op)
+    if form is not None and (rule is None or not schema_of(op).returns):
+        return write_outs(op, form, args, kwargs)
     if rule is None:
         with implicit_replication():  # what is made on the way is the same on every rank
             decomposed = _decompose(op, args, kwargs)
@@ -639,6 +643,8 @@ def dispatch_by_rule(
         if not by_value and not isinstance(error, NotImplementedError):
             raise
         return _run_replicated(cls, op, args, kwargs, found, specs)
+    if form is not None and must_resize(op, kwargs, flat(result)):
+        return write_outs(op, form, args, kwargs)
     composed = _compose(op, args, kwargs, specs, result)
     if composed is not None:
         return composed(*args, **kwargs)

@@ -437,7 +437,7 @@ def _sampled_into(
 
 _MADE = aten_ops(
     *("rand.out", "rand.generator_out", "randint.out", "randint.generator_out"),
-    *("randint.low_out", "randint.low_generator_out"),
+    *("randint.low_out", "randint.low_generator_out", "normal.float_float_out"),
 )
 
 
@@ -449,6 +449,9 @@ def _made_into(
     out = cast("Tensor", named["out"]).resize_(cast("Sequence[int]", named["size"]))
     if str(op).startswith("aten.rand."):
         return out.uniform_(generator=_generator(named))
+    if op is aten.normal.float_float_out:
+        mean, std = cast("tuple[float, float]", (named["mean"], named["std"]))
+        return out.normal_(mean, std, generator=_generator(named))
     low, high = cast("tuple[int, int]", (named.get("low", 0), named["high"]))
     return out.random_(low, high, generator=_generator(named))
 

@@ -1,9 +1,9 @@
 """Operators that torch takes apart, or gives a gradient, in a way that no distributed tensor survives.
 
 Most operators that are made of others fall apart above dispatch into ones that have rules. A few read the memory of an
-argument on the way (``tensor_split`` with a tensor of indices), compare what they rounded (``isclose``), or have a backward in
-Python that writes to plain buffers (the chunked ``linear_cross_entropy``). These are met earlier, above autograd, and said in
-terms of operators that are differentiable and have rules.
+argument on the way (``tensor_split`` with a tensor of indices), compare what they rounded (``isclose``), write to a reshaped
+``out=`` (``kron``), or have a backward in Python that writes to plain buffers (the chunked ``linear_cross_entropy``). These are
+met earlier, above autograd, and said in terms of operators that have rules, and are differentiable where they should be.
 
 Not taken: ``__torch_function__``, which sees every call of a program, and costs each of them more than the local operator.
 """
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hp_dtensor._torch import above_autograd, decompose
+from hp_dtensor._torch import above_autograd, composed_out_forms, decompose
+from hp_dtensor.calls import flat
 from hp_dtensor.dispatch import whole_of
+from hp_dtensor.out_forms import functional_form, write_outs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__: list[str] = []
 
@@ -44,6 +46,33 @@ def _isclose(
     op = torch.ops.aten.isclose.default
     settled = [t.reduce_partial() if hasattr(t, "reduce_partial") else t for t in (x, other)]
     return cast("Tensor", decompose(op, (*settled, rtol, atol, equal_nan), {}))
+
+
+def _out_form(name: str) -> Callable[..., object]:
+    """What the composed operator *name* does, which writes to ``out=``."""
+    packet, _, overload = name.partition(".")
+
+    def write(*args: object, **kwargs: object) -> object:
+        op = getattr(getattr(torch.ops.aten, packet), overload)
+        form = functional_form(op)
+        tensors = [t for value in (*args, *kwargs.values()) for t in flat(value)]
+        if form is None or not any(isinstance(t, Tensor) for value in args for t in flat(value)):
+            return NotImplemented
+        if torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in tensors
+        ):
+            msg = (
+                f"{packet}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+                "arguments requires grad"
+            )
+            raise RuntimeError(msg)
+        return write_outs(op, form, args, kwargs)
+
+    return write
+
+
+for _name in composed_out_forms():
+    above_autograd("aten", _name)(_out_form(_name))
 
 
 def _loss(
