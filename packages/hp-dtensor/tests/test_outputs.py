@@ -91,6 +91,7 @@ def tensors(draw: st.DrawFn, count: int) -> list[torch.Tensor]:
     return out
 
 
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_elementwise_operators(data: st.DataObject) -> None:
@@ -101,11 +102,13 @@ def test_elementwise_operators(data: st.DataObject) -> None:
     if op is aten.where.self:
         args[0] = args[0].bool()
     try:
-        op(*args)
+        made = op(*args)
     except RuntimeError:
         return
     answered = agree(op, args, args)
     refused = op is aten.maximum.default and any(arg.is_complex() for arg in args)
+    # A bfloat16 beside a complex number without dims: torch names the dtype, and has no kernel for it.
+    refused = refused or str(made.dtype) == "torch.bcomplex32"
     assert answered or refused
 
 
