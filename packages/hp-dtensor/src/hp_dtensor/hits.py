@@ -1,10 +1,10 @@
 """The hit path: an operator that met these layouts before, and needs nothing but a local call.
 
 Most calls of a training step are such: nothing moves, and what comes out was decided when the first one was planned. They
-are answered from one dictionary. Its key is read off the arguments in one walk, which collects the local tensors as it goes:
-specs are interned, so their identity says all about a layout; numbers count by value, or by type where the operator's
-result depends on no more. What the walk does not know (plain tensors, torch's own DTensors, symbolic sizes, objects)
-makes it give up at once, and :mod:`~hp_dtensor.dispatch` decides.
+are answered from a dictionary that the operator carries. Its key is read off the arguments in one walk, which collects the
+local tensors as it goes: specs are interned, so their identity says all about a layout; numbers count by value, or by type
+where the operator's result depends on no more. What the walk does not know (plain tensors, torch's own DTensors, symbolic
+sizes, objects) makes it give up at once, and :mod:`~hp_dtensor.dispatch` decides.
 
 The local call goes through torch's own binding of the operator where there is one of the same arguments (``torch.mul`` for
 ``aten.mul.Tensor``): it parses arguments in two thirds of the time that ``torch.ops`` takes.
