@@ -22,6 +22,7 @@ from hp_dtensor._torch import new_dtensor, schema_of
 from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on
 from hp_dtensor.errors import InPlaceError, LayoutError
 from hp_dtensor.modes import refuse_communication
+from hp_dtensor.out_forms import functional_form
 from hp_dtensor.placements import (
     REPLICATE,
     Placement,
@@ -412,24 +413,17 @@ def _sampler(
 
 # --- into a tensor that the caller gives ------------------------------------------------------
 
-_OUT = {
-    f"{name}.{kind}out": f"{name}.{kind.rstrip('_') or 'default'}"
-    for name, kinds in (
-        ("bernoulli", ("",)),
-        ("multinomial", ("",)),
-        ("normal", ("Tensor_float_", "float_Tensor_", "Tensor_Tensor_")),
-    )
-    for kind in kinds
-}
-"""What has an argument ``out`` and what does the same without."""
+_OUT = aten_ops(
+    *("bernoulli.out", "multinomial.out"),
+    *("normal.Tensor_float_out", "normal.float_Tensor_out", "normal.Tensor_Tensor_out"),
+)
 
 
-@handles(*cast("Sequence[OpOverload]", aten_ops(*_OUT)))
+@handles(*cast("Sequence[OpOverload]", _OUT))
 def _sampled_into(
     _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Tensor:
-    out = cast("Tensor", kwargs["out"])
-    (plain,) = cast("Sequence[OpOverload]", aten_ops(_OUT[str(op).removeprefix("aten.")]))
+    out, plain = cast("Tensor", kwargs["out"]), cast("OpOverload", functional_form(op))
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     made = cast("Tensor", plain(*args, **rest))
     return out.resize_(made.shape).copy_(made)
