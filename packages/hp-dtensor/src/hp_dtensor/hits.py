@@ -6,6 +6,12 @@ local tensors as it goes: specs are interned, so their identity says all about a
 where the operator's result depends on no more. What the walk does not know (plain tensors, torch's own DTensors, symbolic
 sizes, objects) makes it give up at once, and :mod:`~hp_dtensor.dispatch` decides.
 
+An operator with a hit has the ``__torch_dispatch__`` of the class registered as its rule for this class
+(:func:`torch.library.register_torch_dispatch`). Torch calls the same function either way. But it looks for a rule in any case,
+and only where there is none does it find out, at 0.5 us a call, whether a subclass of its DTensor leaves dispatch to that one's
+C++. Operators that write to an argument have no rule: a call by rule holds the argument once more, and dispatch counts who
+does (:mod:`~hp_dtensor.temporaries`).
+
 The local call goes through torch's own binding of the operator where there is one of the same arguments (``torch.mul`` for
 ``aten.mul.Tensor``): it parses arguments in two thirds of the time that ``torch.ops`` takes.
 
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -70,8 +77,8 @@ class _Count:
         self.calls = 0
 
 
-Known = tuple[dict[Key, Hit], bool]
-"""What an operator carries: its hits, and the answer of `scalars_by_type`."""
+Known = tuple[dict[Key, Hit], bool, set[type]]
+"""What an operator carries: its hits, the answer of `scalars_by_type`, and the classes that it has a rule for."""
 
 _hits: dict[tuple[int, Key], dict[Key, Hit]] = {}
 """Where each hit is kept, by the identity of its operator and its key."""
@@ -127,7 +134,7 @@ _CONSTANTS = frozenset(
     {bool, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _NO_NAMES: dict[str, object] = {}
-_NOTHING: Known = ({}, False)
+_NOTHING: Known = ({}, False, set())
 
 
 @cache
@@ -204,12 +211,30 @@ def remember(
     returns = schema_of(op).returns
     hit.as_list = len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
     with _lock:
-        known: Known = vars(op).setdefault("hp_dtensor_hits", ({}, by_type))
+        known: Known = vars(op).setdefault("hp_dtensor_hits", ({}, by_type, set()))
         dropped = keep(_hits, MAX_HITS, (id(op), key), known[0])
         for (_, gone), table in dropped:
             table.pop(gone, None)
         evicted.calls += len(dropped)
         known[0][key] = hit
+        if cls not in known[2]:
+            known[2].add(cls)
+            _make_rule(op, cls)
+
+
+@cache
+def _library(namespace: str) -> torch.library.Library:
+    """What is registered with torch holds as long as this lives."""
+    return torch.library.Library(namespace, "FRAGMENT")
+
+
+def _make_rule(op: OpOverload, cls: type) -> None:
+    """Have torch call the ``__torch_dispatch__`` of *cls* for *op* without looking for it."""
+    rule = getattr(cls.__torch_dispatch__, "__func__", None)  # type: ignore[attr-defined]  # each has one
+    if rule is None or schema_of(op).is_mutable:  # a static method is called without the class
+        return
+    with suppress(RuntimeError):  # there is one, by an operator which had this name before
+        torch.library.register_torch_dispatch(op, cls, rule, lib=_library(op.namespace))
 
 
 def clear() -> None:
@@ -265,9 +290,9 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
     ) -> object:
         del types
         try:
-            known, by_type = func.hp_dtensor_hits  # type: ignore[attr-defined]  # ours
+            known, by_type, _ = func.hp_dtensor_hits  # type: ignore[attr-defined]  # ours
         except AttributeError:
-            known, by_type = _NOTHING
+            known, by_type, _ = _NOTHING
         # The keys of one tensor, of two, and of one with two whole numbers are what `remember` says, without its loop.
         count = 0 if kwargs else len(args)
         if count == 2 and type(args[0]) is cls is type(args[1]):
