@@ -184,3 +184,73 @@ def test_the_cache_is_bounded_and_may_be_used_by_threads() -> None:
         assert hits.size() <= 64
     finally:
         hits.MAX_HITS = kept
+
+
+class Counted(DTensor):
+    """One that dispatches by itself."""
+
+    seen: list[OpOverload] = []  # noqa: RUF012  # a test's own class
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        cls.seen.append(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Plain(DTensor):
+    """One that leaves dispatch to ours."""
+
+
+@spmd(world_size=1)
+def test_a_class_that_dispatches_by_itself_sees_every_call() -> None:
+    """The calls of a subclass go to its own ``__torch_dispatch__``, known or not, and their results are of the subclass."""
+    mesh = init_device_mesh("cpu", (1,))
+    whole = torch.arange(4.0)
+    for cls in (DTensor, Counted, Plain):
+        x = cls(whole, mesh, [Shard(0)])
+        for _ in range(3):
+            assert type(x + x) is cls
+            assert torch.equal((x + x).to_local(), 2 * whole)
+    assert Counted.seen.count(torch.ops.aten.add.Tensor) == 6
+
+
+@spmd(world_size=1)
+def test_an_operator_that_is_defined_anew_is_another() -> None:
+    """What was known of an operator does not answer for a later one of its name."""
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+
+    def by_function(factor: int) -> None:
+        @torch.library.custom_op("hp_hits::scaled", mutates_args=())
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+        scaled.register_fake(torch.empty_like)
+        hp_dtensor.register_sharding(torch.ops.hp_hits.scaled.default)(
+            lambda _: [([Shard(0)], [Shard(0)])]
+        )
+
+    def by_library(factor: int) -> None:
+        libraries[:] = [torch.library.Library("hp_hits", "FRAGMENT")]
+        libraries[0].define("by(Tensor x) -> Tensor")
+        libraries[0].impl("by", lambda x: x * factor, "CompositeExplicitAutograd")
+        hp_dtensor.register_sharding(torch.ops.hp_hits.by.default)(
+            lambda _: [([Shard(0)], [Shard(0)])]
+        )
+
+    libraries: list[torch.library.Library] = []
+    for factor in (2, 3):
+        by_function(factor)
+        libraries.clear()
+        by_library(factor)
+        for _ in range(3):
+            for op in (torch.ops.hp_hits.scaled, torch.ops.hp_hits.by):
+                before = hits.answered()
+                assert torch.equal(op(x).to_local(), factor * torch.arange(4.0))
+        assert hits.answered() > before
