@@ -217,9 +217,10 @@ def remember(
             table.pop(gone, None)
         evicted.calls += len(dropped)
         known[0][key] = hit
-        if cls not in known[2]:
-            known[2].add(cls)
-            _make_rule(op, cls)
+        has_rule = cls in known[2]
+        known[2].add(cls)
+    if not has_rule:
+        _make_rule(op, cls)
 
 
 @cache
