@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hp_dtensor import (
     CommDebugMode,
@@ -17,6 +18,7 @@ from hp_dtensor import (
     InPlaceError,
     LayoutError,
     MixedTensorError,
+    NoRuleError,
     Partial,
     Replicate,
     Shard,
@@ -26,7 +28,7 @@ from hp_dtensor import (
     strict,
     zeros,
 )
-from hp_mesh import init_device_mesh
+from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from torch import nn
 
@@ -604,3 +606,71 @@ def test_a_number_is_formatted_as_one() -> None:
     assert f"{x}" == str(x)
     with pytest.raises(TypeError, match="unsupported format string"):
         f"{x:.2f}"
+
+
+@spmd(world_size=2)
+def test_members_that_read_memory_in_c() -> None:
+    """``apply_`` and ``share_memory_`` act on the piece; the memory is lent to no other library, and nothing crashes."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(24.0).view(6, 4)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = distribute_tensor(whole.clone(), mesh, [placement])
+        assert x.apply_(lambda v: 2 * v) is x
+        x[1:5].apply_(lambda v: -v)
+        expected = 2 * whole
+        expected[1:5] *= -1
+        assert torch.equal(x.full_tensor(), expected)
+        assert not x.is_shared()
+        assert x.share_memory_().is_shared()
+        with pytest.raises(BufferError, match="to_local"):
+            torch.from_dlpack(x)
+    addends = DTensor.from_local(whole, mesh, [Partial()])
+    with pytest.raises(InPlaceError, match="reduce_partial"):
+        addends.apply_(abs)
+
+
+@spmd(world_size=2)
+def test_torch_collectives_take_no_layouts() -> None:
+    """A call of ``torch.distributed`` on pieces or addends is refused on each rank; on replicas it is what it says."""
+    mesh = init_device_mesh("cpu", (2,))
+    pieces = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    addends = DTensor.from_local(torch.ones(4, 2), mesh, [Partial()])
+    replicas = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()])
+    plain = [torch.zeros(4, 2) for _ in range(2)]
+    for call in (
+        lambda: dist.all_reduce(pieces),
+        lambda: dist.all_reduce(addends),
+        lambda: dist.broadcast(pieces, 0),
+        lambda: dist.all_gather([torch.zeros_like(pieces) for _ in range(2)], pieces),
+        lambda: dist.all_gather(plain, replicas),
+        lambda: dist.reduce_scatter_tensor(torch.zeros_like(pieces), pieces),
+    ):
+        with pytest.raises(NoRuleError, match="knows no layouts"):
+            call()
+    dist.all_reduce(replicas)
+    assert torch.equal(replicas.to_local(), torch.full((4, 2), 2.0))
+
+
+@spmd(world_size=2)
+def test_operators_describe_their_results_outside_of_the_mesh() -> None:
+    """A rank that the mesh does not have runs the same program without an error, whatever the operator needs to know."""
+    half = DeviceMesh("cpu", [0])
+    x = distribute_tensor(torch.randn(6, 4), half, [Shard(0)])
+    index = distribute_tensor(torch.zeros(6, 4, dtype=torch.long), half, [Shard(0)])
+    results = [
+        x.mean(),
+        x.mean(0),
+        x.var(0),
+        x.tril(),
+        x.gather(0, index),
+        x.index_select(0, index[:, 0]),
+        F.embedding(index, x),
+        F.rms_norm(x, (4,)),
+        F.group_norm(x, 2),
+        x.quantile(0.5),
+        torch.linalg.inv(distribute_tensor(torch.eye(4), half, [Shard(0)])),
+    ]
+    assert [tuple(r.shape) for r in results[:4]] == [(), (4,), (4,), (6, 4)]
+    x.requires_grad_()
+    F.embedding(index, x).sum().backward()
+    assert x.grad is not None

@@ -123,6 +123,7 @@ def test_foreach_forms_equal_the_single_tensors() -> None:
         torch.testing.assert_close(
             _whole(torch._foreach_norm([d], power)[0]), torch.linalg.vector_norm(x, power)
         )
+        assert torch._foreach_norm([d], power, dtype=torch.float64)[0].dtype == torch.float64
 
 
 @spmd(world_size=2)

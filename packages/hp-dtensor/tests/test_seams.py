@@ -91,6 +91,8 @@ def test_writes_are_counted() -> None:
     tensor.add_(1)
     tensor[:2].mul_(2)
     assert seam.writes_to(tensor) == before + 2
+    with torch.inference_mode():
+        assert seam.writes_to(tensor + 1) == 0
 
 
 def test_a_generator_remembers_any_seed_without_drawing_otherwise() -> None:

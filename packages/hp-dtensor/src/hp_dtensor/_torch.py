@@ -280,8 +280,8 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def writes_to(tensor: Tensor) -> int:
-    """How often *tensor* was written to in place, as autograd counts it; an inference tensor has no such count."""
-    return tensor._version
+    """How often *tensor* was written to in place, as autograd counts it; 0 for an inference tensor, which has no such count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def support_foreach(kind: type) -> None:

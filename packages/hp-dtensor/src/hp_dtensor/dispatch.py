@@ -44,7 +44,7 @@ from hp_dtensor.choice import (
     meta_of,
     meta_of_tensor,
 )
-from hp_dtensor.copied_views import remember_source, write_to_base
+from hp_dtensor.copied_views import is_copy, refresh_among, remember_source, write_to_base
 from hp_dtensor.errors import (
     ImplicitCommunicationError,
     InPlaceError,
@@ -420,7 +420,7 @@ def _make_plan(
         for meta, placements in zip(outputs, choice.outputs, strict=True)
     ]
     local: Callable[..., object] = op
-    if rule is not None and rule.local is not None:
+    if rule is not None and rule.local is not None and mesh.get_coordinate() is not None:
         filled, named = with_tensors(args, kwargs, [meta_of(spec) for spec in specs])
         call = OpCall(op, tuple(filled), named, tuple(outputs), 1)
         local = rule.local(_local_call(call, targets, made))
@@ -570,6 +570,7 @@ def dispatch(
     cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> object:
     """Run *op* on distributed tensors; results are of type *cls*."""
+    refresh_among(args, kwargs)
     handler = _handlers.get(op)
     if handler is None and op not in _by_rule:
         handler = _family(op)
@@ -695,7 +696,7 @@ def _offer(
     plan: Plan,
 ) -> None:
     """Let the hit path answer the next such call, if *plan* is no more than a local call."""
-    if not plan.inside or plan.moves or plan.copied or plan.written_copies:
+    if not plan.inside or plan.moves or plan.copied or any(map(is_copy, found.tensors)):
         return
     returned = None
     if plan.written is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -32,8 +32,9 @@ from hp_dtensor._torch import (
     support_foreach,
 )
 from hp_dtensor.checks import check_from_local
+from hp_dtensor.copied_views import SOURCE, refresh
 from hp_dtensor.dispatch import dispatch
-from hp_dtensor.errors import LayoutError
+from hp_dtensor.errors import InPlaceError, LayoutError
 from hp_dtensor.gradients import Settle
 from hp_dtensor.hits import dispatcher
 from hp_dtensor.layout import Layout, PlacementsLike, folding, resolve
@@ -172,7 +173,9 @@ class DTensor(TorchDTensor):
                 "backward; detach() it first"
             )
             raise RuntimeError(msg)
-        out = new_dtensor(type(self), self._local_tensor.detach().clone(), self._own, False)
+        refresh(self)
+        local = self._local_tensor.detach().clone()
+        out = new_dtensor(type(self), local, self._own.as_own(), False)
         out.requires_grad_(self.requires_grad)
         if self.grad is not None:
             out.grad = copy.deepcopy(self.grad, memo)
@@ -181,6 +184,7 @@ class DTensor(TorchDTensor):
         return cast("DTensor", out)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        refresh(self)
         return rebuild, (
             wait(self._local_tensor.detach()),
             self._own.torch,
@@ -190,7 +194,8 @@ class DTensor(TorchDTensor):
 
     def _state(self) -> dict[str, object]:
         """The attributes that were set on this tensor, which a copy takes over."""
-        return {name: value for name, value in self.__dict__.items() if name != _autograd.SETTLED}
+        own = (_autograd.SETTLED, SOURCE)
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     # ----------------------------------------------------------------------------------------------------------------
     # What it is
@@ -322,6 +327,7 @@ class DTensor(TorchDTensor):
             if grad_placements is None
             else resolve(grad_placements, self._own.mesh, self.ndim)
         )
+        self._see_writes()
         local = _autograd.to_local(DTensor, self, grad)
         if getattr(self, "_is_param", False):
             if local is self._local_tensor:
@@ -364,6 +370,7 @@ class DTensor(TorchDTensor):
             else DeviceMesh.from_torch(cast("DeviceMesh", device_mesh))
         )
         target = resolve(placements, mesh, self.ndim)
+        self._see_writes()
         return cast(
             "DTensor",
             _autograd.redistribute(
@@ -384,9 +391,15 @@ class DTensor(TorchDTensor):
             grad_placements: how the gradients that the ranks will bring back fit together; replicated by default.
         """
         mesh = self._own.mesh
+        self._see_writes()
         whole = _autograd.redistribute(DTensor, self, mesh, (REPLICATE,) * mesh.ndim)
         grad = None if grad_placements is None else resolve(grad_placements, mesh, self.ndim)
         return _autograd.to_local(DTensor, whole, grad)
+
+    def _see_writes(self) -> None:
+        """Where a view was meant and had to be copied, have the values that it would have by now."""
+        if self._own.copied_view and not torch.compiler.is_compiling():
+            refresh(self)
 
     def reduce_partial(self) -> DTensor:
         """The same tensor with its addends combined on every axis that holds some; shards stay as they are."""
@@ -424,6 +437,39 @@ class DTensor(TorchDTensor):
     def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401  # numpy is no dependency of ours
         """The whole tensor as a numpy array, on every rank."""
         return self.full_tensor().numpy(force=force)
+
+    def apply_(self, callable: Callable[[Any], Any]) -> Self:  # noqa: A002  # torch's name
+        """Replace each element by what *callable* makes of it, on the CPU; each rank does its own piece.
+
+        Raises:
+            InPlaceError: when the tensor holds addends, of which no function can be taken one by one.
+        """
+        if any(p.is_partial() for p in self._own.placements):
+            msg = (
+                f"apply_: a tensor of shape {tuple(self.shape)} laid out as {self._own.placements} holds addends, not elements; "
+                "combine them first with reduce_partial()"
+            )
+            raise InPlaceError(msg)
+        self._see_writes()
+        piece = self._local_tensor.detach().clone().apply_(callable)
+        self.copy_(new_dtensor(type(self), piece, self._own.as_own(), False))
+        return self
+
+    def share_memory_(self) -> Self:
+        """Move this rank's piece to memory that processes of this machine may share."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether this rank's piece lies in memory that processes of this machine may share."""
+        return bool(self._local_tensor.is_shared())
+
+    def __dlpack__(self, **_kwargs: object) -> object:
+        msg = (
+            "a DTensor has no memory of its own that another library could read: pass x.to_local() for this rank's piece or "
+            "x.full_tensor() for the whole tensor"
+        )
+        raise BufferError(msg)
 
     def _get_data(self) -> Tensor:
         return cast("Tensor", torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]  # a C descriptor

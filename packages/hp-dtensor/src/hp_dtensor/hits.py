@@ -29,6 +29,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import functional
 
 from hp_dtensor._torch import direct, new_dtensor, schema_of
@@ -66,6 +67,8 @@ class Hit:
     """Whether no argument that is passed by name is a tensor or a list."""
     as_list: bool = False
     """Whether what is returned is one list of tensors."""
+    written_lists: tuple[int, ...] = ()
+    """The positions of the lists that are written to, those passed by name after the others."""
 
 
 class _Count:
@@ -267,6 +270,13 @@ def wrap(cls: type, outputs: Sequence[Spec | None], results: object) -> object:
     return tuple(wrapped) if isinstance(results, tuple) else wrapped
 
 
+def count_writes(values: Sequence[object], lists: Sequence[int]) -> None:
+    """Tell autograd that the tensors in these lists among *values* were written to; torch tells it of single ones alone."""
+    for i in lists:
+        tensors = cast("Sequence[torch.Tensor]", values[i])
+        increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 def view_in_inference(
     cls: type, base: object, outputs: Sequence[Spec | None], results: object
 ) -> object:
@@ -341,6 +351,8 @@ def dispatcher(slow: Slow) -> Callable[..., object]:
             else:
                 result = hit.local(*filled, **dict(zip(kwargs, named, strict=True)))
         answered.calls += 1
+        if hit.written_lists:
+            count_writes((*args, *(kwargs or _NO_NAMES).values()), hit.written_lists)
         if hit.is_view and in_inference_mode():
             outputs = hit.outputs if hit.single is None else (hit.single,)
             return view_in_inference(cls, args[0], outputs, result)

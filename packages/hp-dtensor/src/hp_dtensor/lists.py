@@ -21,6 +21,7 @@ from hp_mesh.collectives import all_reduce, wait
 from hp_dtensor import hits
 from hp_dtensor._torch import new_dtensor, schema_of
 from hp_dtensor.calls import signature
+from hp_dtensor.copied_views import is_copy, write_to_base
 from hp_dtensor.dispatch import (
     add_handler_family,
     dispatch_by_rule,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
+    from hp_dtensor.placements import Partial
+
 aten = torch.ops.aten
 
 KEEP_SUMS = frozenset(
@@ -57,7 +60,7 @@ KEEP_SUMS = frozenset(
         "_foreach_copy",
     }
 )
-"""List operators that are linear in their lists, so that addends may stay addends."""
+"""List operators that are linear in their lists, so that addends of a sum or a mean may stay addends."""
 
 Job = tuple[int, int, Spec, Spec]
 """(which list, which position, from, to)."""
@@ -78,6 +81,9 @@ def _keeps_sums(
     if name not in KEEP_SUMS or any(
         isinstance(value, torch.Tensor) and value.dim() for value in extra
     ):
+        return False
+    addends = (p for spec in specs if spec is not None for p in spec.placements if p.is_partial())
+    if any(cast("Partial", p).reduce_op not in ("sum", "avg") for p in addends):
         return False
     if name in ("_foreach_add", "_foreach_sub"):
         return (
@@ -240,8 +246,17 @@ def list_operator(
             goal,
             source,
         )
-    if not moving and not any(isinstance(value, torch.Tensor) for value in extra):
-        _remember(cls, op, args, kwargs, targets, result)
+    written_lists = tuple(i for i in lists if i in written)
+    copies = {
+        i: [tensor for tensor in cast("Sequence[Tensor]", values[i]) if is_copy(tensor)]
+        for i in lists
+    }
+    for tensor in (tensor for i in written_lists for tensor in copies[i]):
+        write_to_base(op, tensor)
+    hits.count_writes(values, written_lists)
+    moved = moving or any(copies.values())
+    if not (moved or any(isinstance(value, torch.Tensor) for value in extra)):
+        _remember(cls, op, args, kwargs, targets, result, written_lists)
     if writes:
         return None if not schema_of(op).returns else values[lists[0]]
     return [
@@ -257,6 +272,7 @@ def _remember(
     kwargs: Mapping[str, object],
     targets: Sequence[Spec | None],
     result: object,
+    written_lists: tuple[int, ...],
 ) -> None:
     """Let the hit path answer the next call on such lists, where all that is left to do is local."""
     outputs: tuple[Spec | None, ...] = ()
@@ -273,7 +289,8 @@ def _remember(
             return
     elif schema_of(op).returns:
         return
-    hits.remember(cls, op, args, kwargs, hits.Hit(hits.fastest(op), None, outputs, None))
+    hit = hits.Hit(hits.fastest(op), None, outputs, None, written_lists=written_lists)
+    hits.remember(cls, op, args, kwargs, hit)
 
 
 def _wrapped(cls: type, op: OpOverload, local: Tensor, target: Spec) -> Tensor:
@@ -324,7 +341,7 @@ def _each(name: str, reduce: Callable[[Tensor, float, torch.dtype | None], Tenso
         _cls: type, _op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         order = cast("float", args[1] if len(args) > 1 else kwargs.get("ord", 2))
-        dtype = cast("torch.dtype | None", kwargs.get("dtype"))
+        dtype = cast("torch.dtype | None", args[2] if len(args) > 2 else kwargs.get("dtype"))
         return [reduce(tensor, order, dtype) for tensor in cast("Sequence[Tensor]", args[0])]
 
 

@@ -155,6 +155,12 @@ class Spec:
             return self
         return make_spec(self.mesh, placements, self.shape, self.stride, self.dtype)
 
+    def as_own(self) -> Spec:
+        """The same layout of a tensor that shares its elements with no other."""
+        if not self.copied_view:
+            return self
+        return make_spec(self.mesh, self.placements, self.shape, self.stride, self.dtype)
+
     def with_dtype(self, dtype: DType) -> Spec:
         """The same layout with other elements."""
         return (

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 from hp_mesh.collectives import all_reduce, wait
 
-from hp_dtensor._torch import TorchDTensor, local_scalar, update_metadata
-from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on
-from hp_dtensor.errors import InPlaceError, LayoutError, MixedTensorError
+from hp_dtensor._torch import TorchDTensor, local_scalar, tree_flatten, update_metadata
+from hp_dtensor.dispatch import (
+    add_handler_family,
+    dispatch_by_rule,
+    handles,
+    local_of,
+    local_on,
+)
+from hp_dtensor.errors import InPlaceError, LayoutError, MixedTensorError, NoRuleError
 from hp_dtensor.modes import implicit_replication, refuse_communication
 from hp_dtensor.placements import REPLICATE
 from hp_dtensor.rules._registry import aten_ops
@@ -101,6 +107,28 @@ def _copy(
         return dispatch_by_rule(cls, op, args, kwargs)
 
 
+def _collective(
+    cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> object:
+    """A call of ``torch.distributed`` knows no layout: all that it can have are whole tensors on each rank."""
+    tensors = [v for v in tree_flatten((args, dict(kwargs)))[0] if isinstance(v, torch.Tensor)]
+    specs = [spec_of(tensor) for tensor in tensors]
+    if not all(
+        spec is not None and all(p.is_replicate() for p in spec.placements) for spec in specs
+    ):
+        laid = next(spec for spec in specs if spec is not None)
+        msg = (
+            f"{op}: torch.distributed knows no layouts, and got a DTensor of shape {tuple(laid.shape)} laid out as "
+            f"{laid.placements}. Use redistribute(placements=...) or full_tensor() for what the layout means, or pass the "
+            "pieces of this rank, to_local(), of all tensors"
+        )
+        raise NoRuleError(msg)
+    return dispatch_by_rule(cls, op, args, kwargs)
+
+
+add_handler_family(("c10d::",), _collective)
+
+
 @handles(aten.is_same_size.default)
 def _is_same_size(
     _cls: type, _op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
@@ -130,6 +158,9 @@ def _check_errors(
     _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> object:
     """Each rank looks at what all found, or only some would raise."""
+    spec = cast("Spec", spec_of(cast("Tensor", args[0])))
+    if spec.mesh.get_coordinate() is None:
+        return None
     whole = _whole(op, cast("Tensor", args[0])).contiguous()
     return op(whole, *args[1:], **kwargs)
 
