@@ -14,6 +14,7 @@ from hp_dtensor import (
     Partial,
     Replicate,
     Shard,
+    distribute_module,
     distribute_tensor,
     strict,
 )
@@ -21,6 +22,7 @@ from hp_dtensor.errors import ImplicitCommunicationError
 from hp_dtensor.temporaries import HELD_BY_TORCH, alone, owns_memory, references
 from hp_mesh import init_device_mesh
 from hp_mesh.testing import spmd
+from torch import nn
 
 R, P = Replicate(), Partial()
 
@@ -145,3 +147,93 @@ def test_what_was_made_from_other_data_on_each_rank_is_refused() -> None:
             product(plain * (1 + mesh.get_rank()))
         with strict(), pytest.raises(ImplicitCommunicationError):
             product(plain)
+
+
+# Layers that begin with zeros of their own, which torch slices before a linear layer or a product takes them.
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "LSTM": lambda: nn.LSTM(4, 3),
+    "LSTM with projections": lambda: nn.LSTM(4, 3, proj_size=2),
+    "GRU": lambda: nn.GRU(4, 3),
+    "GRU without biases": lambda: nn.GRU(4, 3, bias=False),
+    "GRU of several layers": lambda: nn.GRU(4, 3, num_layers=2, bidirectional=True),
+    "RNN": lambda: nn.RNN(4, 3),
+    "RNN with the batch first": lambda: nn.RNN(4, 3, nonlinearity="relu", batch_first=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@spmd(world_size=2)
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("shape", [(6, 1, 4), (6, 4)])
+def test_recurrent_layers_start_from_zeros_of_their_own(name: str, shape: tuple[int, ...]) -> None:
+    """Their outputs and gradients are those of one device, and no initial state has to be passed."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    layer, reference = RECURRENT[name](), RECURRENT[name]()
+    reference.load_state_dict(layer.state_dict())
+    distribute_module(layer, mesh)
+    x = torch.randn(shape)
+    want = reference(x)[0]
+    want.square().sum().backward()
+    got = layer(distribute_tensor(x, mesh, [R]))[0]
+    got.square().sum().backward()
+    torch.testing.assert_close(got.full_tensor(), want)
+    for own, other in zip(layer.parameters(), reference.parameters(), strict=True):
+        assert isinstance(own.grad, DTensor)
+        torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(distribute_tensor(x, mesh, [R]))[0].full_tensor(), want)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@spmd(world_size=2)
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("batched", [True, False])
+def test_states_that_a_program_passes_are_refused(name: str, batched: bool) -> None:
+    """A plain initial state with a name is not taken for zeros of torch's own, and one without is compared over the ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    layer = RECURRENT[name]()
+    distribute_module(layer, mesh)
+    x = distribute_tensor(torch.randn(1, 1, 4) if batched else torch.randn(1, 4), mesh, [R])
+    rows = layer.num_layers * (2 if layer.bidirectional else 1)
+    modes = torch.enable_grad, torch.no_grad, torch.inference_mode
+
+    def state(width: int, factor: float) -> torch.Tensor:
+        return torch.full((rows, 1, width) if batched else (rows, width), factor)
+
+    def together(hidden: torch.Tensor, cell: torch.Tensor) -> object:
+        return (hidden, cell) if isinstance(layer, nn.LSTM) else hidden
+
+    for factor in (1.0, 1.0 + mesh.get_rank()):
+        hidden = state(layer.proj_size or layer.hidden_size, factor)
+        cell = state(layer.hidden_size, factor)
+        for mode in modes:
+            with mode(), pytest.raises(MixedTensorError, match="is a plain tensor of shape"):
+                layer(x, together(hidden, cell))
+            with mode(), pytest.raises(MixedTensorError, match="is a plain tensor of shape"):
+                layer(x, hx=together(hidden, cell))
+    del hidden, cell
+    other = 1.0 + mesh.get_rank()
+    for mode in modes:
+        with mode(), pytest.raises(MixedTensorError):
+            layer(
+                x,
+                together(
+                    state(layer.proj_size or layer.hidden_size, other),
+                    state(layer.hidden_size, other),
+                ),
+            )
+
+
+@spmd(world_size=2)
+def test_an_error_of_the_compiler_changes_nothing() -> None:
+    """After ``torch.compile`` failed, Python keeps what it hands to calls; a temporary is still known as one."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+    with pytest.raises(Exception, match=r"reduction dim|mat1 and mat2"):
+        torch.compile(lambda z: z @ z, backend="eager")(torch.ones(2, 3))
+    for _ in range(2):
+        got = torch.quantile(x, 0.3, dim=0).full_tensor()  # type: ignore[attr-defined]  # distributed
+        torch.testing.assert_close(got, torch.quantile(x.full_tensor(), 0.3, dim=0))
+    with pytest.raises(MixedTensorError):
+        x + torch.randn(6, 4)

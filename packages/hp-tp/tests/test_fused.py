@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hp_dtensor import DTensor, Replicate, Shard
+from hp_dtensor import DTensor, Replicate, Shard, strict
 from hp_mesh import DeviceMesh, init_device_mesh
 from hp_mesh.testing import spmd
 from hp_tp import (
     ColwiseParallel,
     LocalReplicas,
     PlanError,
+    PrepareModuleInput,
     RowwiseParallel,
     StyleError,
     adapter_plan,
@@ -144,8 +145,9 @@ class Mlp(nn.Module):
 
 
 @pytest.mark.parametrize("between", [Replicate(), Shard(1)])
-def test_adapters_are_cut_beside_their_layers(between: Any) -> None:
-    """A plan for a model without adapters serves one with them, with and without a cut sequence."""
+@pytest.mark.parametrize("distributed", [False, True])
+def test_adapters_are_cut_beside_their_layers(between: Any, distributed: bool) -> None:
+    """A plan for a model without adapters serves one with them, with and without a cut sequence, on plain inputs and DTensors."""
 
     @spmd(world_size=2, timeout=120)
     def run() -> None:
@@ -156,12 +158,57 @@ def test_adapters_are_cut_beside_their_layers(between: Any) -> None:
         plan = adapter_plan(
             model,
             {
-                "up": ColwiseParallel(input_layouts=between),
+                # The label is that of plain inputs; a DTensor says itself what it is.
+                "up": ColwiseParallel(
+                    input_layouts=None if distributed else between,
+                    use_local_output=not distributed,
+                ),
                 "down": RowwiseParallel(output_layouts=between),
             },
         )
         assert len(plan) == 6
-        check_plan(model, mesh, plan, torch.randn(2, 4, 6), given=(between,), output=between)
+        check_plan(
+            model,
+            mesh,
+            plan,
+            torch.randn(2, 4, 6),
+            given=(between,),
+            distributed=distributed,
+            output=between,
+        )
+
+    run()
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_adapters_in_a_module_whose_input_is_moved(local: bool, frozen: bool) -> None:
+    """The layers of a module that gets a whole DTensor, or a plain tensor, for its piece; all gradients, in strict mode."""
+
+    @spmd(world_size=2, timeout=120)
+    def run() -> None:
+        mesh = tp(2)
+        model = nn.Sequential(Mlp())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = not frozen or "lora" in name
+        plan = {
+            "0": PrepareModuleInput(
+                input_layouts=Shard(1),
+                desired_input_layouts=Replicate(),
+                use_local_output=local,
+            ),
+            "0.up": ColwiseParallel(),
+            "0.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        with strict():
+            check_plan(
+                model,
+                mesh,
+                adapter_plan(model, plan),
+                torch.randn(2, 4, 6),
+                given=(Shard(1),),
+                output=Shard(1),
+            )
 
     run()
 

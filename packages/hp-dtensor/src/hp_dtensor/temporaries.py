@@ -5,7 +5,8 @@ that the next step overwrites. No Python name ever stood for them, so no one can
 between ranks, and nobody can see how they are laid out.
 
 The rule: a tensor is such a temporary if the container of the call's arguments holds the only reference from Python, but
-for those of torch's own functions that are running (`torch.svd_lowrank` draws a matrix and calls it ``R``). For a plain one
+for those of torch's own functions that are running (`torch.svd_lowrank` draws a matrix and calls it ``R``), and of our kernels
+that stand in for operators inside of them (a linear layer that takes a piece of the zeros of `nn.GRU`). For a plain one
 its memory must be its own too, so that a view or a cast-free transpose of somebody's weight is not mistaken for a constant.
 
 The design not taken: to wrap each composite operator. There are hundreds, most of them in C++, and their tensors look
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hp_dtensor._torch import base_of, storage_owners
+from hp_dtensor._torch import above_autograd, base_of, storage_owners
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -37,15 +38,36 @@ HELD_BY_TORCH = references((torch.empty(0),))[0] + 1
 """What `references` finds for an argument that only the tuple of arguments and torch's own side hold."""
 
 
+def held_by_a_call() -> int:
+    """How many references to an argument a call of Python takes, on both sides.
+
+    More than usual where somebody looks on at each call, as ``torch.compile`` leaves it after an error: the caller then keeps
+    what it hands over.
+    """
+
+    def called(value: object) -> int:
+        return sys.getrefcount(value)
+
+    return called(object())
+
+
+_HELD_BY_A_CALL = held_by_a_call()
+
+
 def alone(values: Iterable[object], position: int, *, others: int = 0) -> bool:
     """Whether nobody holds the value at *position* but the container *values*, torch and *others* that the caller knows of."""
+    others += held_by_a_call() - _HELD_BY_A_CALL
     if _spare(values, position) <= others:
         return True
     names = _names_in_torch(values, position)
     if names is None:
         return False
     # The innermost one has it on its stack too, and in the tuple of its arguments unless it calls a method of it.
-    return _spare(values, position) <= others + names + (2 if position else 1)
+    calls = 2 if position else 1
+    kernels = _held_by_kernels(values, position)
+    if kernels:
+        calls = 2 if names else 0
+    return _spare(values, position) <= others + names + kernels + calls
 
 
 def _names_in_torch(values: Iterable[object], position: int) -> int | None:
@@ -56,6 +78,16 @@ def _names_in_torch(values: Iterable[object], position: int) -> int | None:
     return found * _REFERENCES_OF_A_NAME if frames else None
 
 
+def _held_by_kernels(values: Iterable[object], position: int) -> int:
+    """How many references are those of our kernels for torch's operators, which torch's own code runs through.
+
+    Each has a name for it, was called with a tuple of its arguments, and goes on with it on its stack and in two more.
+    """
+    wanted = next(id(value) for at, value in enumerate(values) if at == position)
+    names = (id(value) == wanted for frame in _kernels() for value in frame.f_locals.values())
+    return sum(names) * (_REFERENCES_OF_A_NAME + 4)
+
+
 def _spare(values: Iterable[object], position: int) -> int:
     """How many hold the value at *position* besides the container and torch's own side."""
     return references(values)[position] - HELD_BY_TORCH
@@ -63,15 +95,29 @@ def _spare(values: Iterable[object], position: int) -> int:
 
 def _functions_of_torch() -> Iterator[FrameType]:
     """Torch's Python functions that are running, down to the one that the program called; none in a backward pass."""
+    return (frame for frame in _below_the_program() if _module(frame).partition(".")[0] == "torch")
+
+
+def _kernels() -> Iterator[FrameType]:
+    """Our kernels for torch's operators that are running."""
+    return (frame for frame in _below_the_program() if _module(frame) == above_autograd.__module__)
+
+
+def _below_the_program() -> Iterator[FrameType]:
+    """The functions of torch's and of ours that are running, down to the one that the program, or a backward pass, called."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # there is no other way to the stack
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        package = module.partition(".")[0]
-        if package == "torch" and not module.startswith("torch.autograd"):
-            yield frame
-        elif package != "hp_dtensor":
+        module = _module(frame)
+        if module.partition(".")[0] not in ("torch", "hp_dtensor") or module.startswith(
+            "torch.autograd"
+        ):
             return
+        yield frame
         frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _references_of_a_name() -> int:

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hp_dtensor import Replicate
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from hp_tp.errors import PlanError
 from hp_tp.plan import Match, ParallelPlan, match_plan
+from hp_tp.prepare import PrepareModuleInput
 from hp_tp.replicas import LocalReplicas
+from hp_tp.style import CombinedParallel, ParallelStyle
 from hp_tp.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 __all__ = ["adapter_plan"]
@@ -61,7 +64,7 @@ def _entries(match: Match) -> Iterator[tuple[str, TorchStyle]]:
     style = match.style
     yield f"{match.path}.{_BASE}", style
     if isinstance(style, ColwiseParallel) and style.blocks == 1 and style.fused is None:
-        down: TorchStyle = LocalReplicas(alike=True, input_layout=style.input_layouts)
+        down: TorchStyle = CombinedParallel(styles=(LocalReplicas(alike=True), _whole(style)))
         up: TorchStyle = replace(style, input_layouts=None)
     elif isinstance(style, RowwiseParallel):
         cut = style.output_layouts is not None and not style.output_layouts.is_replicate()
@@ -79,6 +82,14 @@ def _entries(match: Match) -> Iterator[tuple[str, TorchStyle]]:
     for name, own in ((_DOWN, down), (_UP, up)):
         for path in _layers(match.module, name):
             yield f"{match.path}.{path}", own
+
+
+def _whole(style: ColwiseParallel) -> ParallelStyle:
+    """Make the input that a column-parallel layer takes whole and plain; a DTensor says itself what it is, as to the layer."""
+    label = style.input_layouts or Replicate()
+    return PrepareModuleInput(
+        input_layouts=label, desired_input_layouts=Replicate(), use_local_output=True
+    )
 
 
 def _layers(module: nn.Module, name: str) -> Iterator[str]:
