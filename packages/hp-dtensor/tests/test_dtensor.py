@@ -674,3 +674,22 @@ def test_operators_describe_their_results_outside_of_the_mesh() -> None:
     x.requires_grad_()
     F.embedding(index, x).sum().backward()
     assert x.grad is not None
+
+
+@spmd(world_size=2)
+def test_set_makes_another_name_of_the_source() -> None:
+    """``set_`` of what shares a tensor's piece leaves that tensor as it was, whatever the layouts and shapes are."""
+    mesh = init_device_mesh("cpu", (2,))
+    for placement in (Shard(0), Replicate()):
+        for shape in ((4, 2), (6,)):
+            x = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [placement]))
+            other = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])
+            view = x.detach()
+            assert view.set_(other) is view
+            assert torch.equal(x.full_tensor(), torch.ones(4, 2))  # type: ignore[attr-defined]  # distributed
+            assert view.shape == shape
+            assert view.placements == other.placements  # type: ignore[attr-defined]  # as above
+            view.add_(1)
+            assert torch.equal(other.full_tensor(), torch.ones(shape))
+    with pytest.raises(MixedTensorError, match="distribute_tensor"):
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)]).set_(torch.ones(4))

@@ -138,6 +138,25 @@ def _is_same_size(
     return left.shape == right.shape
 
 
+@handles(aten.set_.source_Tensor)
+def _set(
+    _cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
+) -> object:
+    """The tensor becomes another name of the source; who shared its piece before keeps that."""
+    target, source = cast("Tensor", args[0]), cast("Tensor", args[1])
+    spec = spec_of(source)
+    if spec is None or not isinstance(target, TorchDTensor):
+        msg = (
+            f"{op}: a tensor of shape {tuple(target.shape)} and one of shape {tuple(source.shape)}, of which one is plain, "
+            "cannot share their elements; use distribute_tensor first, or x.copy_(value)"
+        )
+        raise MixedTensorError(msg)
+    target._local_tensor = local_of(source)
+    target._own = spec  # type: ignore[attr-defined]  # one of ours
+    update_metadata(op, args)
+    return target
+
+
 @handles(aten.is_pinned.default)
 def _is_pinned(
     _cls: type, op: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
