@@ -561,3 +561,62 @@ def test_torchs_own_checks_hold() -> None:
         set_random_policy("fast")
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(_whole(laid), torch.zeros(4))
+
+
+def _in_columns(x: torch.Tensor) -> torch.Tensor:
+    """Probabilities whose strides are those of a transposed matrix."""
+    return x.clone().t()
+
+
+@spmd(world_size=2)
+def test_rows_are_drawn_where_their_chances_are() -> None:
+    """Neither chances nor weights move, in any order of strides and any precision, and the numbers are torch's."""
+    mesh = init_device_mesh("cpu", (2,))
+    chances = torch.rand(7, 8, generator=torch.Generator().manual_seed(2))
+    draws: dict[str, Operator] = {
+        "bernoulli": torch.bernoulli,
+        "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(x),
+        "bernoulli of columns": lambda x: torch.bernoulli(_in_columns(x)),
+        "bernoulli_ in columns": lambda x: torch.empty_like(_in_columns(x)).bernoulli_(x.t()),
+        "one": lambda x: torch.multinomial(x, 1),
+        "one, put back": lambda x: torch.multinomial(x, 1, replacement=True),
+        "three": lambda x: torch.multinomial(x, 3),
+    }
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        whole = chances.to(dtype)
+        laid = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        for name, draw in draws.items():
+            torch.manual_seed(4)
+            want = draw(whole)
+            manual_seed(4)
+            with hp_dtensor.strict(), CommDebugMode() as seen:
+                made = draw(laid)
+            assert seen.get_total_counts() == 0, name
+            assert torch.equal(_whole(made), want), name
+    columns = distribute_tensor(chances, mesh, [Shard(0)], src_data_rank=None).t()
+    torch.manual_seed(4)
+    want = torch.multinomial(chances.t(), 2)
+    manual_seed(4)
+    assert torch.equal(_whole(torch.multinomial(columns, 2)), want)
+
+
+@spmd(world_size=2)
+def test_what_is_no_chance_is_refused_as_torch_refuses_it() -> None:
+    """Each rank looks at what it draws by."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def laid(value: float) -> DTensor:
+        return distribute_tensor(torch.full((4, 3), value), mesh, [Shard(0)], src_data_rank=None)
+
+    for value in (-0.5, 1.5, float("nan")):
+        with pytest.raises(RuntimeError, match="p_in >= 0"):
+            torch.bernoulli(laid(value))
+    for value in (-0.5, float("inf"), float("nan")):
+        with pytest.raises(RuntimeError, match="inf"):
+            torch.multinomial(laid(value), 1)
+    with pytest.raises(RuntimeError, match="sum of probabilities"):
+        torch.multinomial(laid(0.0), 1)
+    with pytest.raises(RuntimeError, match="without replacement"):
+        torch.multinomial(laid(1.0), 4)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        laid(0.0).bernoulli_(laid(1.0).to(torch.int64))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from hp_dtensor import strategies
 from hp_dtensor.rules import find_rule, registered_ops
 from hp_dtensor.testing import Sample, check_rule, draw
 
@@ -1792,6 +1793,69 @@ def test_each_strategy_of_each_rule_is_right(name: str) -> None:
         values=name not in WITHOUT_VALUES,
         reference=REFERENCES.get(name),
     )
+
+
+# --- arguments that are left out --------------------------------------------------------------
+
+
+def _defaults(op: torch._ops.OpOverload, sample: Sample) -> dict[str, object]:
+    """All arguments of the call by name, with the schema's values for those that the sample leaves out."""
+    declared = op._schema.arguments
+    named = {a.name: a.default_value for a in declared if a.has_default_value()}
+    named |= dict(zip((a.name for a in declared), sample.args, strict=False))
+    return named | sample.kwargs
+
+
+def _call(
+    op: torch._ops.OpOverload, named: dict[str, object], *, full: bool
+) -> tuple[list[object], dict[str, object]]:
+    """The call with all arguments, or as torch hands it on: without those that end it with the schema's values."""
+    declared = [a for a in op._schema.arguments if a.name in named]
+
+    def said(argument: torch._C.Argument) -> bool:
+        value = named[argument.name]
+        if full or not argument.has_default_value() or isinstance(value, torch.Tensor):
+            return True
+        return type(value) is not type(argument.default_value) or value != argument.default_value
+
+    args = [a for a in declared if not a.kwarg_only]
+    while args and not said(args[-1]):
+        args.pop()
+    kwargs = {a.name: named[a.name] for a in declared if a.kwarg_only and said(a)}
+    return [named[a.name] for a in args], kwargs
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_what_is_left_out_is_what_the_schema_says(name: str) -> None:
+    """Torch drops arguments that are equal to their defaults; the ways to run the call stay the same."""
+    op = _overload(name)
+    if op is None:
+        pytest.skip(f"this torch has no {name}")
+    for sample in SAMPLES[name]():
+        given = _defaults(op, sample)
+        usual = {
+            a.name: a.default_value
+            for a in op._schema.arguments
+            if a.name in {"dim", "dims", "dim1", "dim2"} and a.default_value is not None
+        }
+        for named in (given, given | usual):
+            (all_args, all_kwargs), (args, kwargs) = (
+                _call(op, named, full=full) for full in (True, False)
+            )
+            try:
+                want = strategies(op, *all_args, mesh=(2,), **all_kwargs)
+            except NotImplementedError:
+                pytest.skip(f"torch cannot tell the shapes of the results of {name}")
+            except (RuntimeError, IndexError) as error:
+                if named is given:
+                    pytest.skip(f"this torch refuses the sample of {name}: {error}")
+                continue  # the sample does not have the usual dims
+            assert strategies(op, *args, mesh=(2,), **kwargs) == want
+            ndim = given["self"].ndim if isinstance(given.get("self"), torch.Tensor) else 0
+            positive = {k: v + ndim if v < 0 else v for k, v in usual.items() if type(v) is int}
+            if ndim and named is not given and name != "diag_embed.default":
+                args, kwargs = _call(op, named | positive, full=True)
+                assert strategies(op, *args, mesh=(2,), **kwargs) == want
 
 
 # --- out= forms -------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 The idea: each is a few draws into tensors made after the model of its arguments, and arithmetic that has rules of its own.
 So only the in-place operators (``normal_``, ``bernoulli_``, ...) draw, each once, into this rank's piece, by
-:mod:`hp_dtensor.random`; what has to see all values to sample (``multinomial``, ``poisson``) samples on the whole, alike on
-every rank.
+:mod:`hp_dtensor.random`; what has to see all values to sample (``poisson``, ``multinomial`` with replacement) samples on the whole,
+alike on every rank.
 
 The rule: nothing is ever drawn into addends. A tensor like a Partial one is replicated, and drawing into a Partial one is an
 error, as is an operator that draws and is not known here: it would draw other numbers on each rank.
@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from hp_dtensor import random
-from hp_dtensor._torch import new_dtensor, schema_of
+from hp_dtensor._torch import is_traced, new_dtensor, schema_of
 from hp_dtensor.dispatch import dispatch_by_rule, handles, local_of, local_on
 from hp_dtensor.errors import InPlaceError, LayoutError
 from hp_dtensor.modes import refuse_communication
@@ -169,27 +169,33 @@ def _bernoulli_by_tensor(
         msg = f"{op}: a plain tensor cannot take draws by distributed probabilities; give probabilities.full_tensor()"
         raise LayoutError(msg)
     _written(op, tensor)
-    if spec.is_partial or spec.coordinate is None:
-        draw_into(local_of(tensor), spec, Draw("bernoulli_", (0.5,)), _generator(named), op)
-        return tensor
-    local, piece = local_of(tensor), piece_of(spec)
-    if policy_of(spec.mesh.device_type) == "host":
-        whole = _whole(op, chance).expand(spec.shape)
-        drawn = random.sample(
-            "bernoulli", [whole], (), "host", peers_of(spec.mesh, op), _generator(named)
-        )
-        local.copy_(random.cut(drawn, piece.box))
+    local = local_of(tensor)
+    # As the kernel does: a uniform number for each element, of a precision that the chances decide.
+    kind = torch.float64 if chance.dtype == torch.float64 else torch.float32
+    level = torch.empty(local.shape, dtype=kind, device=local.device)
+    draw_into(level, spec.with_dtype(kind), Draw("uniform_", (0.0, 1.0)), _generator(named), op)
+    if spec.coordinate is None:
         return tensor
     own = spec_of(chance)
     if own is not None and own.shape == spec.shape:
         held = local_on(op, chance, own, own.with_placements(spec.placements))
     else:
-        held = random.cut(_whole(op, chance).expand(spec.shape), piece.box)
-    kind = torch.float64 if chance.dtype == torch.float64 else torch.float32
-    level = torch.empty(held.shape, dtype=kind, device=local.device)
-    draw_into(level, spec.with_dtype(kind), Draw("uniform_", (0.0, 1.0)), _generator(named), op)
+        held = random.cut(_whole(op, chance).expand(spec.shape), spec.local_box)
+    _check_chances(held)
     local.copy_(level < held)
     return tensor
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether the values of *tensor* may be looked at without waiting for a device or breaking a graph."""
+    return tensor.device.type == "cpu" and tensor.numel() > 0 and not is_traced(tensor)
+
+
+def _check_chances(held: Tensor) -> None:
+    """Let torch raise its own error for *held* that are no probabilities."""
+    known = held.is_floating_point()
+    if not known or (_has_values(held) and not bool(((held >= 0) & (held <= 1)).all())):
+        torch.empty(held.shape).bernoulli_(held, generator=Generator())
 
 
 # --- out of place -----------------------------------------------------------------------------
@@ -269,8 +275,12 @@ def _bernoulli(
 ) -> Tensor:
     named = _arguments(op, args, kwargs)
     model = cast("Tensor", named["self"])
-    chance = cast("Tensor", named.get("p", model))
-    return torch.empty_like(model).bernoulli_(chance, generator=_generator(named))
+    if "p" in named:
+        chance = cast("Tensor", named["p"])
+        return torch.empty_like(model).bernoulli_(chance, generator=_generator(named))
+    # Torch makes a contiguous result, whatever the strides are, and draws in its order.
+    made = torch.empty_like(model, memory_format=torch.contiguous_format)
+    return made.bernoulli_(model, generator=_generator(named))
 
 
 @handles(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor)
@@ -374,14 +384,62 @@ def _multinomial(
     named = _arguments(op, args, kwargs)
     tensor = cast("Tensor", named["self"])
     count = cast("int", named["num_samples"])
-    made, spec = _sampled(
-        op, "multinomial", [tensor], (count, bool(named["replacement"])), _generator(named)
-    )
-    shape = (*tensor.shape[:-1], count)
-    stride = torch.empty(shape, device="meta").stride()
-    out = make_spec(spec.mesh, _rows(spec), shape, stride, torch.int64)
-    piece = made if out.coordinate is None else random.cut(made, out.local_box).contiguous()
+    replacement = count != 1 and bool(named["replacement"])
+    spec = spec_of(tensor)
+    if spec is not None and not replacement and _may_pick(spec, count):
+        piece, out = _ranked(op, tensor, spec, count, _generator(named))
+    else:
+        sampled = (count, bool(named["replacement"]))
+        made, spec = _sampled(op, "multinomial", [tensor], sampled, _generator(named))
+        out = _picked(spec, count)
+        piece = made if out.coordinate is None else random.cut(made, out.local_box).contiguous()
     return new_dtensor(cls, piece.to(torch.int64), out, False)
+
+
+def _may_pick(spec: Spec, count: int) -> bool:
+    """Whether *count* different places can be picked from each row; what cannot be is left to torch to refuse."""
+    known = spec.dtype.is_floating_point and len(spec.shape) in {1, 2} and 0 not in spec.shape
+    return known and 0 < count <= spec.shape[-1] <= 1 << 24
+
+
+def _picked(spec: Spec, count: int) -> Spec:
+    """What describes *count* places for each row of the tensor that *spec* describes."""
+    shape = (*spec.shape[:-1], count)
+    stride = torch.empty(shape, device="meta").stride()
+    return make_spec(spec.mesh, _rows(spec), shape, stride, torch.int64)
+
+
+def _ranked(
+    op: OpOverload, tensor: Tensor, spec: Spec, count: int, generator: Generator | None
+) -> tuple[Tensor, Spec]:
+    """*count* different places for each row: those where a weight divided by its own draw is largest, as torch has it.
+
+    The draws do not depend on the weights, so that rows stay where they are. With replacement torch draws one number for
+    each result and looks it up in running sums, of which only its own kernel has the bits.
+    """
+    rows, out = spec.with_placements(_rows(spec)), _picked(spec, count)
+    like = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    drawn = make_spec(
+        spec.mesh, rows.placements, spec.shape, torch.empty_like(like).stride(), spec.dtype
+    )
+    if spec.coordinate is None:
+        draw_into(local_of(tensor), drawn, Draw("exponential_", (1.0,)), generator, op)
+        return torch.empty(0), out
+    held = local_on(op, tensor, spec, rows)
+    noise = torch.empty(held.shape, dtype=held.dtype, device=held.device)
+    draw_into(noise, drawn, Draw("exponential_", (1.0,)), generator, op)
+    _check_weights(held, count)
+    score = held / noise
+    return score.argmax(-1, keepdim=True) if count == 1 else score.topk(count)[1], out
+
+
+def _check_weights(held: Tensor, count: int) -> None:
+    """Let torch raise its own error for *held* that are no weights to pick by."""
+    if not _has_values(held):
+        return
+    fine = held.isfinite().all() & (held >= 0).all() & (held.sum(-1) != 0).all()
+    if not bool(fine):
+        torch.multinomial(held, count, generator=Generator())
 
 
 def _rows(spec: Spec) -> tuple[Placement, ...]:

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hp_dtensor._torch import schema_of
 from hp_dtensor.placements import Partial, Placement, Replicate
 
 if TYPE_CHECKING:
+    from torch._C import Argument
     from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
@@ -97,6 +99,15 @@ def _flatten(value: object) -> Iterator[TensorMeta]:
             yield from _flatten(item)
 
 
+def _declared(op: OpOverload, position: int, name: str) -> Argument | None:
+    """What the schema of *op* says of the argument *name*, or of the one at *position*."""
+    arguments = schema_of(op).arguments
+    named = next((argument for argument in arguments if argument.name == name), None)
+    if named is not None or position >= len(arguments):
+        return named
+    return None if arguments[position].kwarg_only else arguments[position]
+
+
 @dataclass(frozen=True, slots=True)
 class OpCall:
     """One operator call, as a rule sees it."""
@@ -125,10 +136,27 @@ class OpCall:
         object.__setattr__(self, "tensors", found)
 
     def arg(self, position: int, name: str = "", default: object = None) -> object:
-        """Return the argument at *position*, or the keyword *name*, or *default*."""
+        """Return the argument at *position*, or the keyword *name*, or what stands for it if absent.
+
+        That is the value that the operator's schema declares, since torch leaves out arguments
+        that are equal to it; *default* where the schema has no such argument, or no such value.
+
+        Example:
+            >>> import torch
+            >>> meta = TensorMeta((2, 3), (3, 1), torch.float32)
+            >>> call = OpCall(torch.ops.aten.topk.default, (meta, 1), {}, (meta, meta), 1)
+            >>> call.arg(1, "k"), call.arg(2, "dim"), call.arg(9, "unheard", "of")
+            (1, -1, 'of')
+        """
         if position < len(self.args):
             return self.args[position]
-        return self.kwargs.get(name, default)
+        if name in self.kwargs:
+            return self.kwargs[name]
+        declared = _declared(self.op, position, name)
+        if declared is None:
+            return default
+        value = declared.default_value if declared.has_default_value() else default
+        return self.kwargs.get(declared.name, value)
 
     @property
     def output(self) -> TensorMeta:

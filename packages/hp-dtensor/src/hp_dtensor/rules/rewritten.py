@@ -14,15 +14,20 @@ The design not taken: strategies for each of them. They are rare, and a strategy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from hp_dtensor._torch import is_traced
+from hp_dtensor.placements import shard_dim
 from hp_dtensor.rules._registry import aten_ops
+from hp_dtensor.spec import spec_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
+
+    from hp_dtensor._torch import TorchDTensor
 
 __all__ = ["rewritten"]
 
@@ -31,6 +36,8 @@ NONE, MEAN = 0, 1
 
 _TINY = 1e-7
 """What torch adds to a length before it divides by it."""
+
+_LARGEST = (1 << 63) - 1
 
 _table: dict[OpOverload, Callable[..., object]] = {}
 
@@ -88,6 +95,38 @@ def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -
     # One place more than there are elements takes what no element of the source went to.
     found = grad.new_zeros(count + 1).index_add(0, turn.clamp(0, count), grad.reshape(-1))
     return found[:count].view(sizes)
+
+
+# --- counting ---------------------------------------------------------------------------------
+
+
+@_stands_for("bincount.default")
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> object:
+    """Each rank counts what it holds once all know the largest number; the rest is left to torch, its refusals as well."""
+    alike = weights is None or weights.shape == x.shape
+    other = x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool
+    if not _is_cut(x) or not alike or other or x.ndim != 1 or not x.numel() or minlength < 0:
+        return NotImplemented
+    places = x.to(torch.int64)
+    # What is below zero counts as the largest number there is, so that one maximum tells all ranks of it.
+    top = int(torch.where(places < 0, _LARGEST, places).amax().item())
+    if top == _LARGEST:
+        return torch.bincount(torch.tensor([-1]))  # raises what torch raises
+    each = torch.ones_like(places) if weights is None else weights
+    if weights is not None and weights.dtype != torch.float32:
+        each = weights.to(torch.float64)
+    found = torch.zeros(max(top + 1, minlength), dtype=each.dtype, device=x.device)
+    return found.index_add(0, places, each)
+
+
+def _is_cut(x: Tensor) -> bool:
+    """Whether the ranks hold different elements of *x*, and this one holds some that may be looked at."""
+    spec = spec_of(x)
+    if spec is None or spec.coordinate is None or spec.is_partial:
+        return False
+    local = cast("TorchDTensor", x)._local_tensor
+    cut = any(shard_dim(placement) is not None for placement in spec.placements)
+    return cut and not local.is_meta and not is_traced(local)
 
 
 # --- rows that must not be long ---------------------------------------------------------------
