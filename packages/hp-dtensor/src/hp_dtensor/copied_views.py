@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hp_dtensor.spec import Spec
 
-__all__ = ["SOURCE", "is_copy", "refresh", "remember_source", "write_to_base"]
+__all__ = ["SOURCE", "is_copy", "refresh", "refresh_among", "remember_source", "write_to_base"]
 
 SOURCE = "_hp_source"
 """Where a tensor that should be a view, and is a copy, keeps where it comes from; not copied or pickled with it."""
