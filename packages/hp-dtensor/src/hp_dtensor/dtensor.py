@@ -173,7 +173,7 @@ class DTensor(TorchDTensor):
                 "backward; detach() it first"
             )
             raise RuntimeError(msg)
-        refresh(self)
+        self._see_writes()
         local = self._local_tensor.detach().clone()
         out = new_dtensor(type(self), local, self._own.as_own(), False)
         out.requires_grad_(self.requires_grad)
@@ -184,7 +184,7 @@ class DTensor(TorchDTensor):
         return cast("DTensor", out)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        refresh(self)
+        self._see_writes()
         return rebuild, (
             wait(self._local_tensor.detach()),
             self._own.torch,

@@ -54,6 +54,15 @@ def _whole(op: OpOverload, tensor: Tensor) -> Tensor:
     return local_on(op, tensor, spec, everywhere)
 
 
+def _become(op: OpOverload, args: Sequence[object], local: Tensor, spec: Spec) -> Tensor:
+    """The first argument of *op*, which takes the piece *local* and the layout *spec*; its outside follows."""
+    target = cast("Tensor", args[0])
+    target._local_tensor = local  # type: ignore[attr-defined]  # one of ours
+    target._own = spec  # type: ignore[attr-defined]  # as above
+    update_metadata(op, args)
+    return target
+
+
 @handles(local_scalar)
 def _item(
     _cls: type, op: OpOverload, args: Sequence[object], _kwargs: Mapping[str, object]
@@ -151,10 +160,7 @@ def _set(
             "cannot share their elements; use distribute_tensor first, or x.copy_(value)"
         )
         raise MixedTensorError(msg)
-    target._local_tensor = local_of(source)
-    target._own = spec  # type: ignore[attr-defined]  # one of ours
-    update_metadata(op, args)
-    return target
+    return _become(op, args, local_of(source), spec)
 
 
 @handles(aten.is_pinned.default)
@@ -219,10 +225,7 @@ def _resize(
     spec = make_spec(
         before.mesh, (REPLICATE,) * before.mesh.ndim, shape, whole.stride(), whole.dtype
     )
-    target._local_tensor = whole  # type: ignore[attr-defined]  # it is a DTensor
-    target._own = spec  # type: ignore[attr-defined]  # as above
-    update_metadata(op, args)
-    return target
+    return _become(op, args, whole, spec)
 
 
 @handles(aten.resize_as_.default)
@@ -282,10 +285,7 @@ def _reshapes_in_place(name: str, overload: str) -> None:
                 "out-of-place operator, or redistribute the tensor first"
             )
             raise InPlaceError(msg)
-        target._local_tensor = made._local_tensor  # type: ignore[attr-defined]  # both are DTensors
-        target._own = spec  # type: ignore[attr-defined]  # as above
-        update_metadata(op, args)
-        return target
+        return _become(op, args, local_of(cast("Tensor", made)), spec)
 
 
 for _name, _overloads in _RESHAPES.items():

@@ -72,10 +72,8 @@ def alone(values: Iterable[object], position: int, *, others: int = 0) -> bool:
 
 def _names_in_torch(values: Iterable[object], position: int) -> int | None:
     """How many references the names in torch's running functions are; None if the program called the operator itself."""
-    wanted = next(id(value) for at, value in enumerate(values) if at == position)
     frames = list(_functions_of_torch())
-    found = sum(id(value) == wanted for frame in frames for value in frame.f_locals.values())
-    return found * _REFERENCES_OF_A_NAME if frames else None
+    return _names(frames, values, position) * _REFERENCES_OF_A_NAME if frames else None
 
 
 def _held_by_kernels(values: Iterable[object], position: int) -> int:
@@ -83,9 +81,13 @@ def _held_by_kernels(values: Iterable[object], position: int) -> int:
 
     Each has a name for it, was called with a tuple of its arguments, and goes on with it on its stack and in two more.
     """
+    return _names(_kernels(), values, position) * (_REFERENCES_OF_A_NAME + 4)
+
+
+def _names(frames: Iterable[FrameType], values: Iterable[object], position: int) -> int:
+    """How many names in *frames* stand for the value at *position*."""
     wanted = next(id(value) for at, value in enumerate(values) if at == position)
-    names = (id(value) == wanted for frame in _kernels() for value in frame.f_locals.values())
-    return sum(names) * (_REFERENCES_OF_A_NAME + 4)
+    return sum(id(value) == wanted for frame in frames for value in frame.f_locals.values())
 
 
 def _spare(values: Iterable[object], position: int) -> int:

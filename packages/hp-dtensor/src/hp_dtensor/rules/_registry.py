@@ -27,7 +27,6 @@ from hp_dtensor._torch import schema_of
 from hp_dtensor.placements import Partial, Placement, Replicate
 
 if TYPE_CHECKING:
-    from torch._C import Argument
     from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
@@ -99,13 +98,15 @@ def _flatten(value: object) -> Iterator[TensorMeta]:
             yield from _flatten(item)
 
 
-def _declared(op: OpOverload, position: int, name: str) -> Argument | None:
-    """What the schema of *op* says of the argument *name*, or of the one at *position*."""
+def _when_absent(op: OpOverload, position: int, name: str, default: object) -> tuple[str, object]:
+    """The schema's name of the argument *name*, or of the one at *position*, and its value where it is left out."""
     arguments = schema_of(op).arguments
-    named = next((argument for argument in arguments if argument.name == name), None)
-    if named is not None or position >= len(arguments):
-        return named
-    return None if arguments[position].kwarg_only else arguments[position]
+    at = [argument for argument in arguments[position : position + 1] if not argument.kwarg_only]
+    found = [argument for argument in arguments if argument.name == name] or at
+    if not found:
+        return name, default
+    (declared,) = found
+    return declared.name, declared.default_value if declared.has_default_value() else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,8 @@ class OpCall:
             return self.args[position]
         if name in self.kwargs:
             return self.kwargs[name]
-        declared = _declared(self.op, position, name)
-        if declared is None:
-            return default
-        value = declared.default_value if declared.has_default_value() else default
-        return self.kwargs.get(declared.name, value)
+        declared, value = _when_absent(self.op, position, name, default)
+        return self.kwargs.get(declared, value)
 
     @property
     def output(self) -> TensorMeta:
